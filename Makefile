@@ -1,0 +1,28 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: venv demo test check clean
+
+venv: .venv/.installed
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -c constraints.txt -e ".[dev]"
+	touch $@
+
+demo: venv
+	$(BIN)/polarprune demo --out runs/demo
+
+# One thread per worker: two workers share two cores without fighting for them.
+test: venv
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+check: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# Leaves .venv and runs/ alone.
+clean:
+	rm -rf build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

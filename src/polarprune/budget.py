@@ -1,0 +1,197 @@
+"""The budget: which gates have to close for it, how fast, and which must not.
+
+R counts exact zeros, so it says nothing while α drifts from 1 to 0. The controller therefore looks
+at the drift itself: an entry of a group with price p closes after |α|/p units of λη. It sorts the
+live entries by that, and for several times ahead finds the entry that has to close for the cost to
+be on its path by then; λη is the smallest that brings each of them to zero in time. What would take
+the cost below the budget may not close; at the deadline the rest is closed in the same order, to
+the last affordable channel.
+
+All of this runs on the host, on a copy of α, every few steps.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .cost import Cost
+from .errors import PruneError
+from .groups import WHOLE, Graph
+
+_MARGIN = 0.05  # aims a little beyond zero, or α would creep towards it for ever
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What can close next, in order: entries that close together (one, or `multiple_of`)."""
+
+    group: Tensor
+    count: Tensor
+    key: Tensor  # (|α| + margin) / price: the λη that closes it
+    member: Tensor  # for every entry of α the block it is in, or -1 if it has to stay
+
+
+class Budget:
+    """Limits on shares of the original cost, on a grid of allowed widths."""
+
+    def __init__(self, graph: Graph, limits: dict[str, float], multiple_of: int = 1) -> None:
+        groups = list(graph.open.values())
+        self.cost: Cost = graph.cost
+        self.limits = limits
+        self.whole = {key: max(value, 1) for key, value in self.cost.original().items()}
+        self.owner = torch.tensor([i for i, g in enumerate(groups) for _ in range(g.size)])
+        self.multiple = _multiples(graph, multiple_of)
+        sizes = self.cost.full.long()
+        self.minimum = torch.tensor([g.minimum for g in groups]) * self.multiple
+        narrow = sizes < self.multiple  # cannot be a multiple at all: whole, or nothing
+        self.multiple = torch.where(narrow, sizes, self.multiple)
+        self.minimum = torch.where(narrow, sizes * (self.minimum > 0), self.minimum)
+
+    def excess(self, n: Tensor) -> Tensor:
+        """How far above its limit the worst resource is, as a share of the original."""
+        each = [self.cost.parts[key](n) / self.whole[key] - limit
+                for key, limit in self.limits.items()]  # fmt: skip
+        return torch.stack(each).amax(0)
+
+    def weights(self, n: Tensor) -> dict[str, float]:
+        """How much each resource counts in the price: by how far it is from its limit."""
+        gaps = {
+            key: max(float(self.cost.parts[key](n)) / self.whole[key] - limit, 0.0)
+            for key, limit in self.limits.items()
+        }
+        total = sum(gaps.values())
+        if total <= 0:
+            return {key: 1 / len(gaps) for key in gaps}
+        return {key: gap / total for key, gap in gaps.items()}
+
+    def combined(self, n: Tensor) -> tuple[Tensor, Tensor]:
+        """Q and b of the weighted, normalised resources: the prices that the gates feel."""
+        q = torch.zeros_like(self.cost.parts["macs"].q)
+        b = torch.zeros_like(self.cost.parts["macs"].b)
+        for key, weight in self.weights(n).items():
+            q = q + self.cost.parts[key].q * (weight / self.whole[key])
+            b = b + self.cost.parts[key].b * (weight / self.whole[key])
+        return q, b
+
+    def check_reachable(self) -> None:
+        """Refuse a budget that no choice of widths can meet."""
+        lowest = self.cost.share(self.lowest_widths())
+        bad = [
+            f"{key}={limit} (the lowest is {math.ceil(lowest[key] * 1e4) / 1e4:.4f})"
+            for key, limit in self.limits.items()
+            if lowest[key] > limit
+        ]
+        if bad:
+            raise PruneError(
+                f"budget out of reach: {', '.join(bad)}. What the rest costs cannot be removed "
+                f"from this model; set a higher budget, a smaller multiple_of or fewer keep=[...]."
+            )
+
+    def lowest_widths(self) -> Tensor:
+        return self.minimum.double()
+
+    def widths(self, alpha: Tensor) -> Tensor:
+        return torch.bincount(self.owner[alpha != 0], minlength=len(self.minimum)).double()
+
+    def blocks(self, alpha: Tensor) -> Blocks:
+        """Live entries in blocks; within a group the smallest go first."""
+        n = self.widths(alpha).long()
+        q, b = self.combined(n.double())
+        price = (q @ n.double() + b).clamp_min(1e-12)
+        magnitude = alpha.abs().double()
+        live = (alpha != 0).nonzero().flatten()
+        order = live[magnitude[live].argsort(stable=True)]
+        order = order[self.owner[order].argsort(stable=True)]
+        owner = self.owner[order]
+        first = torch.cumsum(n, 0) - n
+        rank = torch.arange(len(order)) - first[owner]
+        # the first block takes what is over a multiple, the others a multiple each
+        shift = (self.multiple - n % self.multiple) % self.multiple
+        number = torch.div(rank + shift[owner], self.multiple[owner], rounding_mode="floor")
+        may = n[owner] - self.minimum[owner]
+        closes = rank < may
+        identity = torch.stack([owner, number])[:, closes]
+        found, inverse, count = identity.unique(dim=1, return_inverse=True, return_counts=True)
+        top = torch.zeros(found.shape[1], dtype=torch.float64)
+        top = top.scatter_reduce(0, inverse, magnitude[order[closes]], "amax", include_self=False)
+        key = (top + _MARGIN) / price[found[0]]
+        ranking = key.argsort(stable=True)
+        place = torch.empty_like(ranking)
+        place[ranking] = torch.arange(len(ranking))
+        member = torch.full_like(self.owner, WHOLE)
+        member[order[closes]] = place[inverse]
+        return Blocks(found[0][ranking], count[ranking], key[ranking], member)
+
+    def after(self, n: Tensor, blocks: Blocks, k: int) -> Tensor:
+        """Widths when the first k blocks have closed."""
+        gone = torch.zeros_like(n).index_add(0, blocks.group[:k], blocks.count[:k].double())
+        return n - gone
+
+    def needed(self, n: Tensor, blocks: Blocks, target: float) -> int:
+        """How many blocks have to close, in order, for the excess to come down to `target`."""
+        low, high = 0, len(blocks.group)
+        while low < high:
+            middle = (low + high) // 2
+            if float(self.excess(self.after(n, blocks, middle))) <= target:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def land(self, alpha: Tensor) -> Tensor:
+        """Close what is still needed, in order, as close to the budget as channels allow."""
+        alpha = alpha.clone()
+        self.even_out(alpha)
+        while float(self.excess(self.widths(alpha))) > 0:
+            blocks = self.blocks(alpha)
+            if not len(blocks.group):
+                raise PruneError("the budget cannot be met with the gates that are left")
+            for block in self._affordable(self.widths(alpha), blocks):
+                alpha[blocks.member == block] = 0
+        return alpha
+
+    def even_out(self, alpha: Tensor) -> None:
+        """Widths that are not yet a multiple lose their smallest entries."""
+        n = self.widths(alpha).long()
+        blocks = self.blocks(alpha)
+        for block in range(len(blocks.group)):
+            group = blocks.group[block]
+            if blocks.count[block] == n[group] % self.multiple[group]:
+                alpha[blocks.member == block] = 0
+
+    def _affordable(self, n: Tensor, blocks: Blocks) -> list[int]:
+        """Blocks to close in order, as long as the excess stays; if none, the one that ends it."""
+        chosen, best, least, done = [], 0, -math.inf, set()
+        for block, group in enumerate(blocks.group.tolist()):
+            if group in done:
+                continue
+            left = n.clone()
+            left[group] -= blocks.count[block]
+            excess = float(self.excess(left))
+            if excess > 0:
+                chosen.append(block)
+                n = left
+            else:
+                done.add(group)
+                if excess > least:
+                    best, least = block, excess
+        return chosen or [best]
+
+
+def _multiples(graph: Graph, multiple_of: int) -> Tensor:
+    """How many units of each group make up a multiple, where a unit is several channels."""
+    found = dict.fromkeys(graph.open, 1)
+    groups = list(graph.open.values())
+    for axes in graph.axes.values():
+        for units in axes.values():
+            counts = torch.bincount(units[units != WHOLE], minlength=graph.units)
+            for group in groups:
+                times = int(counts[group.offset])
+                if times:
+                    need = multiple_of // math.gcd(multiple_of, times)
+                    found[group.name] = math.lcm(found[group.name], need)
+    return torch.tensor(list(found.values()), dtype=torch.long)

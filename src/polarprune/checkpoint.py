@@ -1,0 +1,71 @@
+"""Saving and loading small models: safetensors, with the recipe as JSON in its metadata.
+
+A file holds tensors and plain data, nothing that runs. Loading rebuilds the small model from a
+fresh instance of the original class: no tracing, no example, no pickle.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from .errors import PruneError
+from .surgery import RECIPE, Recipe, apply, check_fits
+
+_KEY = "polarprune"
+_VERSION = 1
+
+
+def save(model: nn.Module, path: str | Path) -> None:
+    """Write a model that `export` or `shrink` made to a safetensors file."""
+    recipe = getattr(model, RECIPE, None)
+    if recipe is None:
+        raise PruneError(
+            f"save: {type(model).__name__} was not made by export() or shrink(); a plain model "
+            f"needs no recipe: use safetensors.torch.save_model."
+        )
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    seen: dict[Any, str] = {}
+    for name, tensor in model.state_dict().items():
+        place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
+        if tensor.numel() and place in seen:
+            aliases[name] = seen[place]
+        else:
+            seen[place] = name
+            tensors[name] = tensor.detach().contiguous().clone()
+    content = {"version": _VERSION, "recipe": recipe, "aliases": aliases}
+    save_file(tensors, str(path), metadata={_KEY: json.dumps(content)})
+
+
+def load(path: str | Path, *, model: nn.Module) -> nn.Module:
+    """Turn `model`, a fresh instance of the original class, into the saved small model."""
+    if not Path(path).is_file():
+        raise PruneError(f"load: there is no file {path}.")
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            text = (file.metadata() or {}).get(_KEY)
+    except SafetensorError as error:
+        raise PruneError(f"load: {path} is not a safetensors file: {error}.") from error
+    if text is None:
+        raise PruneError(f"load: {path} holds no recipe; it was not written by polarprune.save.")
+    content = json.loads(text)
+    if content["version"] > _VERSION:
+        raise PruneError(f"load: {path} was written by a newer polarprune; update it.")
+    recipe = Recipe(**content["recipe"])
+    check_fits(model, recipe)
+    tensors = load_file(str(path))
+    tensors.update({name: tensors[same] for name, same in content["aliases"].items()})
+    small = apply(model, recipe)
+    missing, unexpected = small.load_state_dict(tensors, strict=False)
+    if missing or unexpected:
+        raise PruneError(
+            f"load: {path} does not fit this model: missing {missing[:3]}, unexpected "
+            f"{unexpected[:3]}. Give a fresh instance of the class that was pruned."
+        )
+    return small

@@ -1,0 +1,152 @@
+"""The command line: `polarprune demo`, `inspect`, `report`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch import nn
+
+from .checkpoint import save
+from .demo import Demo, Settings
+from .errors import PruneError
+from .pictures import save_gate_histogram
+from .report import Report
+from .trace import trace
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+console = Console()
+
+
+@app.callback()
+def _polarprune() -> None:
+    """Prune PyTorch models to a preset budget while they train."""
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="folder for the model and the report")] = Path(
+        "runs/demo"
+    ),
+    macs: Annotated[float, typer.Option(help="budget, as a fraction of the MACs")] = 0.5,
+    epochs: Annotated[int, typer.Option(help="of training while pruning")] = Settings.epochs,
+    seed: int = 0,
+) -> None:
+    """Prune a small residual network on handwritten digits while it trains."""
+    start = time.perf_counter()
+    settings = Settings(budget=macs, epochs=epochs, seed=seed)
+    with _bar() as bar:
+        task = bar.add_task("starting", total=None, info="")
+
+        def show(row: dict[str, Any]) -> None:
+            bar.update(task, advance=1, description=row["stage"], info=_line(row))
+
+        demonstration = Demo(settings, show)
+        bar.update(task, total=demonstration.total_epochs)
+        report, small = demonstration.run()
+    _write(out, report, small)
+    _show(report, macs)
+    console.print(f"\n{time.perf_counter() - start:.0f} s. Written to {out}/: small.safetensors, "
+                  "report.html, report.json, gates.png")  # fmt: skip
+
+
+def _bar() -> Progress:
+    return Progress(
+        TextColumn("{task.description:>10}"),
+        BarColumn(bar_width=20),
+        TextColumn("{task.completed:.0f}/{task.total} epochs"),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[info]}"),
+        console=console,
+    )
+
+
+def _line(row: dict[str, Any]) -> str:
+    text = f"loss {row['loss']:.3f}  accuracy {row['accuracy']:.1%}"
+    if "macs" in row:
+        text += (
+            f"  MACs {row['macs']:.1%}  closed {row['closed']}  "
+            f"ε {row['eps']:.0e}  λ {row['lam']:.1f}"
+        )
+    return text
+
+
+def _write(out: Path, report: Report, small: nn.Module) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    save(small, out / "small.safetensors")
+    (out / "report.json").write_text(report.to_json(), encoding="utf-8")
+    (out / "report.html").write_text(report.to_html(), encoding="utf-8")
+    save_gate_histogram(report, out / "gates.png")
+
+
+def _show(report: Report, budget: float) -> None:
+    results = report.results
+    table = Table(title=f"The paper's Table 1 for this run (budget: {budget:.0%} of the MACs)")
+    for column in ("", "accuracy", "MACs", "params"):
+        table.add_column(column, justify="left" if not column else "right")
+    whole = report.before
+    for row in results["table"]:
+        table.add_row(
+            row["stage"],
+            f"{row['accuracy']:.2%}",
+            f"{row['macs']:,} ({row['macs'] / whole['macs']:.2%})",
+            f"{row['params']:,} ({row['params'] / whole['params']:.2%})",
+        )
+    console.print(table)
+    same = "the same" if results["identical_predictions"] else "NOT THE SAME"
+    times = results["latency_ms"]
+    console.print(
+        f"predictions before and after removal: {same} on all {results['test_images']} test images"
+        f"\nlargest difference of outputs: {results['largest_difference']:.1e} "
+        f"(relative {max(report.proof.values()):.1e})"
+        f"\nlatency of {times['batch']} images: {times['before']:.2f} ms before, "
+        f"{times['after']:.2f} ms after (median of {times['runs']}, {results['machine']})"
+    )
+
+
+@app.command()
+def inspect(
+    model: Annotated[str, typer.Argument(help="package.module:callable that makes the model")],
+    shape: Annotated[list[str], typer.Option(help="shape of an input, as 1,3,224,224")],
+    keep: Annotated[list[str] | None, typer.Option(help="module names to leave whole")] = None,
+) -> None:
+    """Show the groups of a model: what can be pruned, what cannot and why, what it costs."""
+    sys.path.insert(0, "")
+    path, _, name = model.partition(":")
+    try:
+        made = getattr(importlib.import_module(path), name)()
+        inputs = tuple(torch.randn([int(n) for n in text.split(",")]) for text in shape)
+        console.print(str(trace(made, inputs, keep=keep or ())), soft_wrap=True, markup=False)
+    except (PruneError, ImportError, AttributeError, ValueError) as error:
+        _fail(error)
+
+
+@app.command()
+def report(
+    file: Annotated[Path, typer.Argument(help="report.json of a run")],
+    html: Annotated[Path | None, typer.Option(help="write the page there")] = None,
+) -> None:
+    """Print the report of a run, or write it as a page."""
+    try:
+        found = Report.from_json(file.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError, TypeError) as error:
+        _fail(error)
+    if html:
+        html.write_text(found.to_html(), encoding="utf-8")
+    else:
+        console.print(str(found), soft_wrap=True, markup=False)
+
+
+def _fail(error: Exception) -> None:
+    Console(stderr=True).print(f"{type(error).__name__}: {error}", style="red", markup=False,
+                              soft_wrap=True)  # fmt: skip
+    raise typer.Exit(1)

@@ -1,0 +1,175 @@
+"""The resource model: R(n) = ½ nᵀQn + bᵀn + c over the live widths n of the groups.
+
+Exact, in whole numbers: the coefficients are read off the traced operations (MACs, as torch's own
+counter has them) and the shapes of parameters. Memory is the bytes of parameters, buffers and of
+what the merging operations put out for the example input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .groups import WHOLE, Graph
+from .tape import named_tensors
+
+RESOURCES = ("macs", "params", "memory")
+
+
+@dataclass(frozen=True)
+class Quadratic:
+    """R(n) = ½ nᵀQn + bᵀn + c, in float64 (whole numbers up to 2⁵³ are exact)."""
+
+    q: Tensor
+    b: Tensor
+    c: float
+
+    def __call__(self, n: Tensor) -> Tensor:
+        n = n.to(self.q)
+        return 0.5 * (n @ self.q * n).sum(-1) + n @ self.b + self.c
+
+    def saving(self, n: Tensor) -> Tensor:
+        """What closing one more unit of each group saves: R(n) - R(n - e_l), exactly."""
+        n = n.to(self.q)
+        return self.q @ n + self.b - 0.5 * self.q.diagonal()
+
+
+@dataclass(frozen=True)
+class Extra:
+    """A tensor that goes when one of these groups closes entirely, though its own channels stay.
+
+    (The first norm of a pre-activation block, when the branch behind it is taken out.)
+    """
+
+    groups: Tensor
+    params: Quadratic
+    memory: Quadratic
+
+
+class Cost:
+    """What the network costs, as a function of how many channels of each group are alive."""
+
+    def __init__(self, names: list[str], sizes: list[int], parts: Mapping[str, Quadratic]) -> None:
+        self.names = names
+        self.full = torch.tensor(sizes, dtype=torch.float64)
+        self.parts = dict(parts)
+        self.extras: list[Extra] = []
+
+    def original(self) -> dict[str, int]:
+        return self.at(self.full)
+
+    def at(self, n: Tensor) -> dict[str, int]:
+        """MACs, params and memory (bytes) at live widths `n`."""
+        found = {key: float(part(n)) for key, part in self.parts.items()}
+        for extra in self.extras:
+            if bool((n[extra.groups] == 0).any()):
+                found["params"] -= float(extra.params(n))
+                found["memory"] -= float(extra.memory(n))
+        return {key: round(value) for key, value in found.items()}
+
+    def share(self, n: Tensor) -> dict[str, float]:
+        whole = self.original()
+        return {key: value / max(whole[key], 1) for key, value in self.at(n).items()}
+
+    def prices(self, n: Tensor | None = None) -> dict[str, tuple[float, float]]:
+        """Group -> share of MACs and of params that its next channel saves."""
+        n = self.full if n is None else n
+        whole = self.original()
+        macs = self.parts["macs"].saving(n) / max(whole["macs"], 1)
+        params = self.parts["params"].saving(n) / max(whole["params"], 1)
+        pairs = zip(macs.tolist(), params.tolist(), strict=True)
+        return dict(zip(self.names, pairs, strict=True))
+
+
+class _Sum:
+    """Adds up terms coef · Π (u·n + c), each a product of at most two axes."""
+
+    def __init__(self, graph: Graph) -> None:
+        groups = list(graph.open.values())
+        self.owner = torch.tensor([i for i, g in enumerate(groups) for _ in range(g.size)])
+        self.sizes = torch.tensor([g.size for g in groups], dtype=torch.float64)
+        size = len(groups)
+        self.q = torch.zeros(size, size, dtype=torch.float64)
+        self.b = torch.zeros(size, dtype=torch.float64)
+        self.c = 0.0
+
+    def linear(self, units: Tensor) -> tuple[Tensor, float]:
+        """How an axis shrinks with the widths: u (per group, per unit) and what stays."""
+        mine = units[units != WHOLE]
+        counts = torch.bincount(self.owner[mine], minlength=len(self.sizes)).double()
+        return counts / self.sizes, float(units.numel() - mine.numel())
+
+    def add(self, coef: float, axes: list[Tensor]) -> None:
+        live = [axis for axis in axes if bool((axis != WHOLE).any())]
+        assert len(live) <= 2, "a cost of higher degree than two"
+        coef *= math.prod(axis.numel() for axis in axes if not bool((axis != WHOLE).any()))
+        if not live:
+            self.c += coef
+            return
+        u, cu = self.linear(live[0])
+        if len(live) == 1:
+            self.b += coef * u
+            self.c += coef * cu
+            return
+        v, cv = self.linear(live[1])
+        self.q += coef * (torch.outer(u, v) + torch.outer(v, u))
+        self.b += coef * (u * cv + v * cu)
+        self.c += coef * cu * cv
+
+    def done(self) -> Quadratic:
+        return Quadratic(self.q, self.b, self.c)
+
+
+def measure(model: nn.Module, graph: Graph) -> Cost:
+    """The cost model of a traced network (of its first tape: the run in eval mode)."""
+    macs, params, memory = _Sum(graph), _Sum(graph), _Sum(graph)
+    first = set(graph.tapes[0].ops)
+    counted = set()
+    for item in graph.contractions:
+        if item.op in first:
+            counted.add(item.op)
+            size = math.prod(factor.numel() for factor in item.factors)
+            macs.add(item.op.macs / size, item.factors)
+            memory.add(*_activation(graph, item.op.outs[0]))
+    for op in graph.tapes[0].ops:
+        if op.macs and op not in counted:
+            macs.add(op.macs, [])
+    parameters = {name for name, _ in model.named_parameters()}
+    for name, tensor in named_tensors(model):
+        axes = _axes(graph, name, tensor)
+        memory.add(tensor.element_size(), axes)
+        if name in parameters:
+            params.add(1, axes)
+    parts = {"macs": macs.done(), "params": params.done(), "memory": memory.done()}
+    return Cost(list(graph.open), [g.size for g in graph.open.values()], parts)
+
+
+def add_extras(model: nn.Module, graph: Graph, dropped: Mapping[str, set[str]]) -> None:
+    """Take note of the tensors that go when a group closes entirely (group -> their names)."""
+    names = list(graph.open)
+    parameters = {name for name, _ in model.named_parameters()}
+    for name, tensor in named_tensors(model):
+        groups = [names.index(group) for group, tensors in dropped.items() if name in tensors]
+        if groups:
+            params, memory = _Sum(graph), _Sum(graph)
+            axes = _axes(graph, name, tensor)
+            params.add(1 if name in parameters else 0, axes)
+            memory.add(tensor.element_size(), axes)
+            graph.cost.extras.append(Extra(torch.tensor(groups), params.done(), memory.done()))
+
+
+def _axes(graph: Graph, name: str, tensor: Tensor) -> list[Tensor]:
+    whole = [torch.full((size,), WHOLE) for size in tensor.shape]
+    return [graph.axes.get(name, {}).get(axis, whole[axis]) for axis in range(tensor.dim())]
+
+
+def _activation(graph: Graph, value: object) -> tuple[float, list[Tensor]]:
+    shape = value.shape  # type: ignore[attr-defined]
+    layers = graph.values.get(value, [])  # type: ignore[call-overload]
+    axes = [layer.flatten() for layer in layers]
+    size = math.prod(axis.numel() for axis in axes)
+    return 4 * math.prod(shape) / max(size, 1), axes

@@ -1,0 +1,321 @@
+"""From joined labels to groups: the channels that live and die together, and what is frozen.
+
+A *unit* is one component of joined labels: the smallest thing that can be removed. A *group* is
+the set of units that occur on the same axes equally often: they have the same producers, the same
+consumers and the same price.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .errors import PruneError
+from .labels import Axis, Labels, support
+from .rules import Contraction, Flow
+from .tape import Tape, Value
+
+if TYPE_CHECKING:
+    from .cost import Cost
+
+Plan = dict[str, list[int]]
+WHOLE = -1  # stands for "belongs to no open group" in a vector of units
+
+
+@dataclass
+class Group:
+    """Channels that share one gate vector."""
+
+    name: str
+    size: int
+    producers: tuple[str, ...]
+    consumers: tuple[str, ...]
+    frozen: bool = False
+    reason: str = ""
+    minimum: int = 0  # how many units must stay
+    offset: int = 0  # of its first unit among all open units
+
+    def __str__(self) -> str:
+        state = f"whole: {self.reason}" if self.frozen else f"at least {self.minimum} stay"
+        return f"{self.name}: {self.size} channels, {state}"
+
+
+@dataclass
+class Graph:
+    """What `trace` found: groups, where they occur, and what everything costs."""
+
+    groups: dict[str, Group]
+    axes: dict[str, dict[int, Tensor]]  # tensor -> axis -> unit of each index, or WHOLE
+    sites: dict[str, dict[int, Tensor]]  # the same for the axes at which gates act
+    contractions: list[Contraction]  # with units in place of labels
+    shapes: dict[str, tuple[int, ...]]
+    values: dict[Value, list[Tensor]] = field(repr=False)
+    tapes: list[Tape] = field(repr=False)
+    unknown: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    rewired: tuple[str, ...] = ()
+    cost: Cost = field(default=None, repr=False)  # type: ignore[assignment]
+
+    @property
+    def open(self) -> dict[str, Group]:
+        return {name: group for name, group in self.groups.items() if not group.frozen}
+
+    @property
+    def units(self) -> int:
+        return sum(group.size for group in self.open.values())
+
+    def alive(self, plan: Plan) -> Tensor:
+        """One truth value a unit, from a plan; groups it does not name stay whole."""
+        alive = torch.ones(self.units, dtype=torch.bool)
+        for name, kept in plan.items():
+            group = self.open.get(name)
+            if group is None:
+                raise PruneError(
+                    f"plan: there is no open group {name!r}. Open groups: {', '.join(self.open)}."
+                )
+            if not all(0 <= index < group.size for index in kept):
+                raise PruneError(f"plan: group {name!r} has channels 0 to {group.size - 1} only.")
+            alive[group.offset : group.offset + group.size] = False
+            alive[[group.offset + index for index in kept]] = True
+        return alive
+
+    def settle(self, alive: Tensor) -> Tensor:
+        """Without the units that are read only by layers of which nothing is left."""
+        while True:
+            useful = torch.zeros_like(alive)
+            for item in self.contractions:
+                if not item.makes or any(_any_left(units, alive) for units in item.makes):
+                    for units in item.sites:
+                        useful[units[units != WHOLE]] = True
+            if bool((useful | ~alive).all()):
+                return alive
+            alive = alive & useful
+
+    def __str__(self) -> str:
+        return table(self)
+
+
+def _any_left(units: Tensor, alive: Tensor) -> bool:
+    return bool(((units == WHOLE) | alive[units]).any())
+
+
+def follow(tapes: Sequence[Tape], flow: Flow, keep: Iterable[tuple[str, str]]) -> None:
+    """Send labels through the tapes, freeze what `keep` names, and make cuts rectangular."""
+    for tape in tapes:
+        flow.run(tape)
+    for tensor, pattern in keep:
+        for axis in flow.labels.axes:
+            if axis.tensor == tensor:
+                labels = torch.arange(axis.start, axis.start + axis.size)
+                flow.labels.freeze(labels, f"kept whole by keep={pattern!r}")
+    _make_rectangular(flow)
+
+
+def _make_rectangular(flow: Flow) -> None:
+    """Where labels vary along several axes, let whole slices along one of them be the unit."""
+    while True:
+        root = flow.labels.roots()
+        changed = False
+        for layer in flow.wide:
+            units = root[layer]
+            axes = [axis for axis in support(layer) if _varies(units, axis)]
+            if len(axes) > 1:
+                flow.labels.flatten_onto(layer, (_best_axis(units, axes),))
+                changed = True
+        if not changed:
+            return
+
+
+def _varies(units: Tensor, axis: int) -> bool:
+    return bool((units != units.narrow(axis, 0, 1)).any())
+
+
+def _best_axis(units: Tensor, axes: list[int]) -> int:
+    """The axis that leaves most units when all others are joined."""
+
+    def left(axis: int) -> int:
+        trial = Labels()
+        trial.fresh(int(units.max()) + 1)
+        trial.flatten_onto(units, (axis,))
+        return int(trial.roots()[units].unique().numel())
+
+    return max(axes, key=left)
+
+
+def build(tapes: Sequence[Tape], flow: Flow, held: Mapping[str, str]) -> Graph:
+    """Components of labels become units, units with the same occurrences become groups.
+
+    `held` names groups that stay whole for a reason that was found out later.
+    """
+    root = flow.labels.roots()
+    reasons = flow.labels.reasons(root)
+    consumed = _site_axes(flow)
+    produced = _factor_axes(flow) - consumed
+    occurrences = _occurrences(flow.labels, root)
+    families: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for unit, found in occurrences.items():
+        if any(axis in consumed or axis in produced for axis, _ in found):
+            families.setdefault(tuple(found), []).append(unit)
+    groups: dict[str, Group] = {}
+    position = torch.full((flow.labels.count,), WHOLE)
+    offset = 0
+    for where, units in sorted(families.items(), key=lambda item: min(item[1])):
+        for reason, members in _by_reason(units, where, consumed, produced, reasons):
+            group = _group(flow.labels.axes, where, members, reason, consumed, produced, groups)
+            if not group.frozen and group.name in held:
+                group.frozen, group.reason = True, held[group.name]
+            if not group.frozen:
+                group.offset, offset = offset, offset + group.size
+                position[torch.tensor(members)] = torch.arange(group.offset, offset)
+            groups[group.name] = group
+    return _graph(tapes, flow, groups, position[root])
+
+
+def _site_axes(flow: Flow) -> set[int]:
+    return _axes_with(flow.labels, [site for item in flow.contractions for site in item.sites])
+
+
+def _factor_axes(flow: Flow) -> set[int]:
+    return _axes_with(flow.labels, [f for item in flow.contractions for f in item.factors])
+
+
+def _axes_with(labels: Labels, vectors: list[Tensor]) -> set[int]:
+    """The numbers of the axes to which these labels were given."""
+    if not vectors:
+        return set()
+    wanted = torch.cat(vectors).unique()
+    starts = torch.tensor([axis.start for axis in labels.axes])
+    ends = starts + torch.tensor([axis.size for axis in labels.axes])
+    number = torch.searchsorted(starts, wanted, right=True) - 1
+    return set(number[wanted < ends[number]].unique().tolist())
+
+
+def _occurrences(labels: Labels, root: Tensor) -> dict[int, list[tuple[int, int]]]:
+    """Unit -> the axes it occurs on, with how often."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for number, axis in enumerate(labels.axes):
+        units, counts = root[axis.start : axis.start + axis.size].unique(return_counts=True)
+        for unit, count in zip(units.tolist(), counts.tolist(), strict=True):
+            found.setdefault(unit, []).append((number, count))
+    return found
+
+
+def _by_reason(
+    units: list[int],
+    where: tuple[tuple[int, int], ...],
+    consumed: set[int],
+    produced: set[int],
+    reasons: dict[int, str],
+) -> Iterator[tuple[str, list[int]]]:
+    """Open units first, then the frozen ones, a group for each reason."""
+    lacking = ""
+    if not any(axis in consumed for axis, _ in where):
+        lacking = "no layer merges these channels, so no gate can close them"
+    elif not any(axis in produced for axis, _ in where):
+        lacking = "no layer makes these channels"
+    sorted_out: dict[str, list[int]] = {}
+    for unit in units:
+        sorted_out.setdefault(reasons.get(unit, lacking), []).append(unit)
+    yield from sorted(sorted_out.items())
+
+
+def _group(
+    axes: list[Axis],
+    where: tuple[tuple[int, int], ...],
+    members: list[int],
+    reason: str,
+    consumed: set[int],
+    produced: set[int],
+    taken: dict[str, Group],
+) -> Group:
+    producers = [module_of(axes[i].tensor) for i, _ in where if i in produced]
+    consumers = [module_of(axes[i].tensor) for i, _ in where if i in consumed]
+    base = (producers or consumers)[0]
+    name, number = base, 2
+    while name in taken:
+        name, number = f"{base}#{number}", number + 1
+    return Group(
+        name=name,
+        size=len(members),
+        producers=tuple(dict.fromkeys(producers)),
+        consumers=tuple(dict.fromkeys(consumers)),
+        frozen=bool(reason),
+        reason=reason,
+    )
+
+
+def module_of(tensor: str) -> str:
+    """The module that owns a parameter: `layer1.conv.weight` -> `layer1.conv`."""
+    path = tensor.split(".parametrizations.")[0] if ".parametrizations." in tensor else tensor
+    return path.rpartition(".")[0] if path == tensor else path
+
+
+def _graph(tapes: Sequence[Tape], flow: Flow, groups: dict[str, Group], position: Tensor) -> Graph:
+    axes: dict[str, dict[int, Tensor]] = {}
+    sites: dict[str, dict[int, Tensor]] = {}
+    consumed = _site_axes(flow)
+    for number, axis in enumerate(flow.labels.axes):
+        units = position[axis.start : axis.start + axis.size]
+        if bool((units != WHOLE).any()):
+            axes.setdefault(axis.tensor, {})[axis.axis] = units
+            if number in consumed:
+                sites.setdefault(axis.tensor, {})[axis.axis] = units
+    values = {
+        value: [position[layer] for layer in layers] for value, layers in flow._layers.items()
+    }
+    contractions = [_in_units(item, position) for item in flow.contractions]
+    shapes = {
+        value.name: value.shape
+        for tape in tapes
+        for op in tape.ops
+        for value in op.inputs()
+        if value.name
+    }
+    return Graph(groups, axes, sites, contractions, shapes, values, list(tapes), dict(flow.unknown))
+
+
+def _in_units(item: Contraction, position: Tensor) -> Contraction:
+    def units(vectors: list[Tensor]) -> list[Tensor]:
+        return [position[vector] for vector in vectors]
+
+    return Contraction(item.op, units(item.factors), units(item.sites), units(item.makes))
+
+
+def table(graph: Graph) -> str:
+    """The groups as a person reads them."""
+    head = ("group", "channels", "a channel costs", "made by", "read by", "")
+    rows = [head]
+    prices = graph.cost.prices() if graph.cost else {}
+    for group in graph.groups.values():
+        price = prices.get(group.name)
+        rows.append(
+            (
+                group.name,
+                str(group.size),
+                f"{price[0]:.3%} MACs, {price[1]:.3%} params" if price else "",
+                _few(group.producers),
+                _few(group.consumers),
+                f"whole: {group.reason}" if group.frozen else "open" if not group.minimum
+                else f"open, at least {group.minimum} stay",
+            )
+        )  # fmt: skip
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+             for row in rows]  # fmt: skip
+    lines.insert(1, "  ".join("-" * w for w in widths[:-1]))
+    total = graph.cost.original() if graph.cost else {}
+    summary = [f"{key}: {value:,.0f}" for key, value in total.items()]
+    opened = sum(group.size for group in graph.open.values())
+    closed = sum(group.size for group in graph.groups.values() if group.frozen)
+    lines += ["", f"{opened} channels open, {closed} whole; " + ", ".join(summary)]
+    lines += [f"unknown operation: {name} in {where}" for name, where in graph.unknown.items()]
+    lines += [f"note: {note}" for note in graph.notes]
+    return "\n".join(lines)
+
+
+def _few(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:2]) + (f" +{len(names) - 2}" if len(names) > 2 else "")

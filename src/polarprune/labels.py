@@ -1,0 +1,147 @@
+"""Labels: integers that say which channel an element of a tensor belongs to.
+
+A tensor carries *layers*. A layer is an int64 tensor with the tensor's number of axes, each axis
+either of full size or of size 1 where the label does not vary along it. A weight has one layer for
+each axis; an activation usually has one, along its channels. Labels that are joined live and die
+together. All joins are collected and resolved at once (`roots`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a parameter or buffer, and the range of labels it was given."""
+
+    tensor: str
+    axis: int
+    start: int
+    size: int
+
+
+class Labels:
+    """Hands out labels and keeps what is said about them: joined, or frozen for a reason."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.axes: list[Axis] = []
+        self._pairs: list[Tensor] = []
+        self._frozen: list[tuple[Tensor, str]] = []
+
+    def fresh(self, size: int) -> Tensor:
+        self.count += size
+        return torch.arange(self.count - size, self.count)
+
+    def of_tensor(self, name: str, shape: tuple[int, ...]) -> list[Tensor]:
+        """A fresh label for each index of each axis; an axis of one has nothing to lose."""
+        layers = []
+        for axis, size in enumerate(shape):
+            if size > 1:
+                self.axes.append(Axis(name, axis, self.count, size))
+                layers.append(along(self.fresh(size), axis, len(shape)))
+        return layers
+
+    def join(self, left: Tensor, right: Tensor) -> None:
+        """Element by element after broadcasting."""
+        if left is not right:
+            a, b = torch.broadcast_tensors(left, right)
+            self._pairs.append(torch.stack([a.flatten(), b.flatten()]).unique(dim=1))
+
+    def freeze(self, layer: Tensor, reason: str) -> None:
+        self._frozen.append((layer.unique(), reason))
+
+    def flatten_onto(self, layer: Tensor, axes: tuple[int, ...]) -> Tensor:
+        """Join along all axes but these, and give the layer back as it varies along these only."""
+        first = layer
+        for axis in range(layer.dim()):
+            if axis not in axes:
+                first = first.narrow(axis, 0, 1)
+        self.join(layer, first)
+        return first
+
+    def roots(self) -> Tensor:
+        """For every label the smallest label it is joined with (connected components)."""
+        root = torch.arange(self.count)
+        if not self._pairs:
+            return root
+        self._pairs = [torch.cat(self._pairs, 1).unique(dim=1)]
+        a, b = self._pairs[0]
+        while True:
+            low = torch.minimum(root[a], root[b])
+            new = root.clone()
+            new.scatter_reduce_(0, root[a], low, "amin")
+            new.scatter_reduce_(0, root[b], low, "amin")
+            while not torch.equal(new, new[new]):
+                new = new[new]
+            if torch.equal(new, root):
+                return root
+            root = new
+
+    def reasons(self, root: Tensor) -> dict[int, str]:
+        """Frozen components and the first reason each was given."""
+        found: dict[int, str] = {}
+        for labels, reason in self._frozen:
+            for label in root[labels].unique().tolist():
+                found.setdefault(label, reason)
+        return found
+
+
+def along(vector: Tensor, axis: int, dim: int) -> Tensor:
+    """A vector of labels as a layer of a `dim`-dimensional tensor."""
+    shape = [1] * dim
+    shape[axis] = -1
+    return vector.reshape(shape)
+
+
+def support(layer: Tensor) -> tuple[int, ...]:
+    """The axes along which a layer varies."""
+    return tuple(axis for axis, size in enumerate(layer.shape) if size > 1)
+
+
+def compress(layer: Tensor) -> Tensor:
+    """Axes along which the labels turn out constant become axes of size 1."""
+    for axis in support(layer):
+        first = layer.narrow(axis, 0, 1)
+        if layer.stride(axis) == 0 or bool((layer == first).all()):
+            layer = first
+    return layer
+
+
+def reshape(layer: Tensor, old: tuple[int, ...], new: tuple[int, ...]) -> Tensor:
+    """The layer of `tensor.reshape(new)`, expanding only the axes it varies along."""
+    grown, target = list(layer.shape), [1] * len(new)
+    for ins, outs in _blocks(old, new):
+        if any(layer.shape[axis] > 1 for axis in ins):
+            for axis in ins:
+                grown[axis] = old[axis]
+            for axis in outs:
+                target[axis] = new[axis]
+    return compress(layer.expand(grown).reshape(target))
+
+
+def _blocks(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
+    """Smallest runs of old and new axes that hold the same number of elements."""
+    blocks, i, j = [], 0, 0
+    while i < len(old) or j < len(new):
+        ins, outs = [], []
+        if i < len(old):
+            ins.append(i)
+            i += 1
+        if j < len(new):
+            outs.append(j)
+            j += 1
+        while (a := math.prod(old[k] for k in ins)) != (b := math.prod(new[k] for k in outs)):
+            if a < b:
+                ins.append(i)
+                i += 1
+            else:
+                outs.append(j)
+                j += 1
+        blocks.append((ins, outs))
+    return blocks

@@ -1,0 +1,108 @@
+"""Equality of two models, measured: nothing is handed out that was not compared."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .errors import PruneError
+from .tape import Example, as_call, untouched
+
+
+class _NoDropout(TorchFunctionMode):
+    """Dropout draws as many numbers as there are elements: off, so that two sizes compare."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _DROPOUTS:
+            return args[0] if args else (kwargs or {})["input"]
+        return func(*args, **(kwargs or {}))
+
+
+_DROPOUTS = {
+    getattr(space, name)
+    for space in (torch.nn.functional, torch)
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "dropout_",
+                 "feature_alpha_dropout", "feature_dropout", "native_dropout")
+    if hasattr(space, name)
+}  # fmt: skip
+
+
+@contextmanager
+def _repeatable(model: nn.Module, training: bool) -> Iterator[None]:
+    with untouched(model, training), _NoDropout():
+        torch.manual_seed(0)
+        yield
+
+
+def outputs(model: nn.Module, example: Example, *, training: bool) -> list[Tensor]:
+    """All tensors that the model puts out, with dropout off and the random state fixed."""
+    args, kwargs = as_call(example)
+    with _repeatable(model, training):
+        out = model(*args, **kwargs)
+    leaves = tree_leaves(
+        [vars(x) if hasattr(x, "__dict__") and not isinstance(x, Tensor) else x
+         for x in tree_leaves(out)]
+    )  # fmt: skip
+    return [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def difference(one: nn.Module, other: nn.Module, example: Example, *, training: bool) -> float:
+    """max |a - b| / max |a| over all outputs; infinite if their shapes differ."""
+    worst = 0.0
+    left, right = (outputs(model, example, training=training) for model in (one, other))
+    if len(left) != len(right):
+        return float("inf")
+    for a, b in zip(left, right, strict=True):
+        if a.shape != b.shape:
+            return float("inf")
+        if a.numel() and a.is_floating_point():
+            scale = max(float(a.abs().max()), 1e-30)
+            gap = float((a - b).abs().max()) / scale
+            worst = max(worst, gap if gap == gap else float("inf"))
+        elif a.numel() and not torch.equal(a, b):
+            return float("inf")
+    return worst
+
+
+def modes_that_run(model: nn.Module, example: Example) -> list[bool]:
+    """Eval mode, and train mode where the model runs in it on this example."""
+    modes = [False]
+    try:
+        outputs(model, example, training=True)
+        modes.append(True)
+    except Exception:  # detection models want targets, batch norm more than one sample
+        pass
+    return modes
+
+
+def prove_equal(
+    one: nn.Module, other: nn.Module, example: Example, tolerance: float
+) -> dict[str, float]:
+    """Raise unless the two models agree in every mode they run in; return the differences."""
+    found = {}
+    for training in modes_that_run(one, example):
+        name = "train" if training else "eval"
+        try:
+            found[name] = difference(one, other, example, training=training)
+        except Exception as error:
+            raise PruneError(f"the cut model does not run in {name} mode: {error}") from error
+        if not found[name] <= tolerance:
+            raise PruneError(
+                f"the cut model differs by {found[name]:.2g} (relative, {name} mode) from the "
+                f"gated one; allowed: {tolerance:.0e}. Nothing was exported. Please report this "
+                f"model, and leave the part in question whole with keep=[...]."
+            )
+    return found
+
+
+def in_double(model: nn.Module, example: Example) -> tuple[nn.Module, Example]:
+    """A copy of model and example in float64."""
+    double = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, example)
+    return copy.deepcopy(model).double(), double

@@ -1,0 +1,451 @@
+"""`Pruner`: gates in the model, a proximal step after every optimizer step, and the export."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
+
+from .budget import Budget
+from .errors import PruneError
+from .gates import Gate, install
+from .groups import Graph, Plan
+from .proof import in_double, prove_equal
+from .prox import prox_l1
+from .report import Report
+from .schedule import Schedule
+from .surgery import plain, shrink
+from .tape import Example, as_call, untouched
+from .trace import trace
+
+_CONTROLS = 400  # how often the host looks at the gates during a run, at most
+_BINS = 20
+
+
+class Pruner:
+    """Prunes a model to a preset budget while the user trains it.
+
+    Args:
+        model: gets gates, in place.
+        example_inputs: what `model(...)` takes: a tensor, or a tuple or dict of arguments.
+        macs, params: budgets, as fractions of the original; met at the end, never exceeded.
+        lam: instead of a budget, the paper's plain mode: a fixed λ, the ratio falls where it falls.
+        steps: how many optimizer steps the training takes.
+        keep: patterns of module names to leave whole.
+        multiple_of: every kept width is a multiple of this.
+        schedule: how ε and the cost go down.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example_inputs: Example,
+        *,
+        macs: float | None = None,
+        params: float | None = None,
+        lam: float | None = None,
+        steps: int,
+        keep: Iterable[str] = (),
+        multiple_of: int = 1,
+        schedule: Schedule = Schedule(),
+    ) -> None:
+        limits = _check_settings(macs, params, lam, steps, multiple_of)
+        self.model, self.example = model, example_inputs
+        self.lam, self.steps, self.schedule = lam, steps, schedule
+        self.graph: Graph = trace(model, example_inputs, keep=keep)
+        _check_prunable(self.graph)
+        self.budget = Budget(self.graph, limits or {"macs": 0.0}, multiple_of)
+        if limits:
+            self.budget.check_reachable()
+        self.limits = limits
+        self.gates: dict[str, Gate] = install(model, self.graph)
+        self.step_count = 0
+        self.landed = False
+        self.rate = 0.0  # λη, the scale of the proximal step
+        self.history: list[dict[str, Any]] = []
+        self.proof: dict[str, float] = {}
+        self._optimizer: Optimizer | None = None
+        self._lr = 0.0
+        self._every = max(1, steps // _CONTROLS)
+        self._move(self._flat().device)
+        self._control()
+
+    # --- in the training loop ---------------------------------------------------------------------
+
+    def param_groups(self, lr: float, weight_decay: float = 0.0, **kw: Any) -> list[dict[str, Any]]:
+        """The model's parameters, and the gates' with a tenth of the rate and no weight decay."""
+        alphas = self._alphas()
+        mine = {id(alpha) for alpha in alphas}
+        rest = [p for p in self.model.parameters() if id(p) not in mine]
+        gate_lr = lr * self.schedule.gate_lr
+        self._lr = gate_lr
+        return [
+            {"params": rest, "lr": lr, "weight_decay": weight_decay, **kw},
+            {**kw, "params": alphas, "lr": gate_lr, "weight_decay": 0.0},
+        ]
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Let the proximal step, ε and the budget follow every real step of this optimizer."""
+        if not isinstance(optimizer, Optimizer):
+            raise PruneError(
+                f"attach: {type(optimizer).__name__} is not a torch.optim.Optimizer; attach to "
+                f"the raw optimizer inside it."
+            )
+        if self._optimizer is not None:
+            raise PruneError("attach: this pruner is attached already; one optimizer is enough.")
+        self._group_of_gates(optimizer)
+        self._optimizer = optimizer
+        optimizer.register_step_pre_hook(lambda opt, args, kw: self._check_steps_left())
+        optimizer.register_step_post_hook(lambda opt, args, kw: self._after_step(opt))
+
+    def step(self) -> None:
+        """One proximal step, by hand; `attach` calls it after every optimizer step."""
+        self._check_steps_left()
+        self._shrink()
+        self.step_count += 1
+        eps = self.schedule.eps(self.step_count, self.steps)
+        for gate in self.gates.values():
+            gate.eps.fill_(eps)
+        due = self.step_count in (self.schedule.deadline(self.steps), self.steps)
+        if due or self.step_count % self._every == 0:
+            self._control()
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        found_inf = getattr(optimizer, "found_inf", None)  # fused optimizers skip steps inside
+        if found_inf is not None and bool(found_inf):
+            return
+        self.step()
+
+    def _check_steps_left(self) -> None:
+        if self.step_count >= self.steps:
+            raise PruneError(
+                f"steps: {self.steps} steps were announced and all are done. Set "
+                f"steps = epochs * len(loader) (optimizer steps, not batches, if gradients are "
+                f"accumulated); to train on, export first and train the small model."
+            )
+
+    def _group_of_gates(self, optimizer: Optimizer) -> None:
+        mine = {id(alpha): name for name, alpha in self._named_alphas()}
+        remedy = "build the optimizer with pruner.param_groups(lr=..., weight_decay=...)"
+        found = set()
+        for group in optimizer.param_groups:
+            held = {id(p) for p in group["params"]} & set(mine)
+            found |= held
+            if held and group.get("weight_decay", 0) != 0:
+                raise PruneError(
+                    f"attach: gates (for one, of {mine[min(held)]}) are in a parameter group with "
+                    f"weight decay {group['weight_decay']}, which would close them all: {remedy}."
+                )
+        if len(found) < len(mine):
+            raise PruneError(f"attach: the optimizer does not hold the gates: {remedy}.")
+
+    # --- the proximal step, on the device ---------------------------------------------------------
+
+    @torch.no_grad()
+    def _shrink(self) -> None:
+        alpha = self._flat()
+        if alpha.device != self._live.device:
+            self._move(alpha.device)
+        alpha = alpha * self._live  # momentum must not revive what is closed
+        scale = self.rate if self.lam is None else self.lam * self._gate_lr()
+        if scale:
+            shrunk = prox_l1(
+                alpha,
+                self._owner,
+                self._q,
+                self._b,
+                scale,
+                sweeps=self.schedule.sweeps,
+                cap=self.schedule.cap(self.steps),
+            )
+            alpha = torch.where(self._pulled, shrunk, alpha)
+        small = alpha.abs() < self.schedule.floor
+        held = torch.where(alpha < 0, -self.schedule.floor, self.schedule.floor).to(alpha)
+        held = torch.where(self._closable, torch.zeros_like(alpha), held * self._live)
+        self._put(torch.where(small, held, alpha))
+
+    def _gate_lr(self) -> float:
+        if self._optimizer is None:
+            return self._lr
+        first = id(self._alphas()[0])
+        for group in self._optimizer.param_groups:
+            if any(id(p) == first for p in group["params"]):
+                return float(group["lr"])
+        raise AssertionError("attach made sure that the gates are there")
+
+    def _put(self, alpha: Tensor) -> None:
+        self._live = alpha != 0
+        alphas = self._alphas()
+        parts = list(alpha.split([len(a) for a in alphas]))
+        torch._foreach_copy_(list[Tensor](alphas), parts)
+
+    # --- the budget, on the host ------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _control(self) -> None:
+        """Look at the gates: how fast they have to close, which may, and is it time to land."""
+        alpha = self._flat().double().cpu()
+        self._check_finite(alpha)
+        if self.limits and self.step_count >= self.schedule.deadline(self.steps):
+            alpha = alpha if self.landed else self._land(alpha)
+        elif self.lam is not None and self.step_count == self.steps:
+            self.budget.even_out(alpha)
+            self._put(alpha.to(self._flat()))
+        alpha = self._settle(alpha)
+        n = self.budget.widths(alpha)
+        q, b = self.budget.combined(n)
+        device = self._live.device
+        self._q, self._b = q.to(device), b.to(device)
+        self._aim(alpha, n)
+        self._record(alpha, n)
+
+    def _aim(self, alpha: Tensor, n: Tensor) -> None:
+        """Set the rate, which entries it pulls at, and which of these may reach zero."""
+        blocks = self.budget.blocks(alpha)
+        usable = len(blocks.group)
+        if self.landed or self.step_count < self.schedule.begins(self.steps):
+            usable, self.rate = 0, 0.0
+        elif self.lam is None:
+            first = float(self.budget.excess(self.graph.cost.full))
+            self.rate = 0.0
+            for ahead in self.schedule.ahead(self.step_count, self.steps):
+                target = first * self.schedule.path(self.step_count + ahead, self.steps)
+                k = self.budget.needed(n, blocks, target)
+                self.rate = max(self.rate, float(blocks.key[k - 1]) / ahead if k else 0.0)
+            usable = max(0, self.budget.needed(n, blocks, 0.0) - 1)
+        closable = (blocks.member >= 0) & (blocks.member < usable)
+        device = self._live.device
+        self._closable = closable.to(device)
+        self._pulled = self._closable if usable == 0 else (blocks.member >= 0).to(device)
+
+    def _settle(self, alpha: Tensor) -> Tensor:
+        """Close what is read only by layers of which nothing is left: it has lost its meaning."""
+        settled = self.graph.settle(alpha != 0)
+        if bool((settled != (alpha != 0)).any()):
+            alpha = alpha * settled
+            self._put(alpha.to(self._flat()))
+        return alpha
+
+    def _land(self, alpha: Tensor) -> Tensor:
+        alpha = self.budget.land(alpha)
+        self._put(alpha.to(self._flat()))
+        self.landed = True
+        return alpha
+
+    def _check_finite(self, alpha: Tensor) -> None:
+        if not bool(alpha.isfinite().all()):
+            bad = [name for name, a in self._named_alphas() if not bool(a.isfinite().all())]
+            raise PruneError(
+                f"{bad[0]}: its gate has become NaN or infinite ({len(bad)} groups). The training "
+                f"has diverged: lower the learning rate or clip gradients, and start again from "
+                f"the last checkpoint."
+            )
+
+    def _record(self, alpha: Tensor, n: Tensor) -> None:
+        values = torch.cat([gate.values().detach().double().cpu() for gate in self.gates.values()])
+        share = self.graph.cost.share(n)
+        lr = self._gate_lr()
+        self.history.append(
+            {
+                "step": self.step_count,
+                "macs": share["macs"],
+                "params": share["params"],
+                "closed": int((alpha == 0).sum()),
+                "between": int(((values > 0) & (values <= 0.5)).sum()),
+                "eps": self.schedule.eps(self.step_count, self.steps),
+                "lam": self.lam if self.lam is not None else self.rate / lr if lr else 0.0,
+                "histogram": torch.histc(values, _BINS, 0, 1).int().tolist(),
+            }
+        )
+
+    # --- looking ----------------------------------------------------------------------------------
+
+    def _named_alphas(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, gate.alpha) for name, gate in self.gates.items()]
+
+    def _alphas(self) -> list[nn.Parameter]:
+        return [gate.alpha for gate in self.gates.values()]
+
+    def _flat(self) -> Tensor:
+        return torch.cat([alpha.detach() for alpha in self._alphas()])
+
+    def _move(self, device: torch.device) -> None:
+        self._live = (self._flat() != 0).to(device)
+        self._owner = self.budget.owner.to(device)
+        for name in ("_q", "_b", "_closable", "_pulled"):
+            if hasattr(self, name):
+                setattr(self, name, getattr(self, name).to(device))
+
+    def _widths(self) -> Tensor:
+        return self.budget.widths(self._flat().cpu())
+
+    def cost(self) -> dict[str, int]:
+        """Remaining MACs, params and memory (bytes) now, exact, without a forward pass."""
+        return self.graph.cost.at(self._widths())
+
+    def plan(self) -> Plan:
+        """Group name -> indices of the channels that are alive; plain data."""
+        return {
+            name: (alpha.detach() != 0).nonzero().flatten().tolist()
+            for name, alpha in self._named_alphas()
+        }
+
+    def report(self) -> Report:
+        """What happened so far, as data; text, Markdown, JSON and HTML are views of it."""
+        return Report(
+            settings={
+                **self.limits,
+                **({} if self.lam is None else {"lam": self.lam}),
+                "steps": self.steps,
+                "multiple_of": int(self.budget.multiple.max()),
+            },
+            before=self.graph.cost.original(),
+            after=self.cost(),
+            groups=[
+                {
+                    "name": name,
+                    "before": group.size,
+                    "after": len(self.plan().get(name, range(group.size))),
+                    "reason": group.reason if group.frozen else "",
+                }
+                for name, group in self.graph.groups.items()
+            ],
+            history=copy.deepcopy(self.history),
+            proof=dict(self.proof),
+            notes=list(self.graph.notes),
+        )
+
+    # --- out --------------------------------------------------------------------------------------
+
+    def export(self, verify: bool = True) -> nn.Module:
+        """A new, plain, small model, proved equal to the gated one, which stays as it is."""
+        self._check_finite(self._flat().cpu())
+        self._check_done()
+        small = shrink(plain(self.model), self.graph, self.plan())
+        if verify:
+            example = self._example_here()
+            self.proof = self._prove(small, example)
+            self._check_macs(small, example)
+        return small
+
+    def _prove(self, small: nn.Module, example: Example) -> dict[str, float]:
+        """Equal in the model's own precision, or, where that rounds too coarsely, in float64."""
+        if self._flat().dtype == torch.float64:
+            return prove_equal(self.model, small, example, 1e-10)
+        try:
+            return prove_equal(self.model, small, example, 1e-5)
+        except PruneError:
+            gated, double = in_double(self.model, example)
+            found = prove_equal(gated, copy.deepcopy(small).double(), double, 1e-10)
+            return {f"{mode}, in float64": value for mode, value in found.items()}
+
+    def _check_done(self) -> None:
+        taken = f"{self.step_count} of {self.steps} steps were taken"
+        if self.limits and not self.landed:
+            share = self.graph.cost.share(self._widths())
+            now = ", ".join(f"{key} {share[key]:.3f} (budget {limit})"
+                            for key, limit in self.limits.items())  # fmt: skip
+            raise PruneError(
+                f"export: the budget is not met yet: {now}; {taken}, and it is met at step "
+                f"{self.schedule.deadline(self.steps)}. Train on; is pruner.attach(optimizer) "
+                f"called, and steps set to the number of optimizer steps?"
+            )
+        if not self.limits and self.step_count < self.steps:
+            raise PruneError(
+                f"export: {taken}. Train on; is pruner.attach(optimizer) called, and steps set to "
+                f"the number of optimizer steps?"
+            )
+
+    def _example_here(self) -> Example:
+        device, dtype = self._flat().device, self._flat().dtype
+        real = torch.float64 if dtype == torch.float64 else None
+
+        def here(x: Tensor) -> Tensor:
+            return x.to(device, real) if x.is_floating_point() and real else x.to(device)
+
+        moved: Example = tree_map_only(Tensor, here, self.example)
+        return moved
+
+    def _check_macs(self, small: nn.Module, example: Example) -> None:
+        args, kwargs = as_call(example)
+        with untouched(small, training=False), FlopCounterMode(display=False) as counter:
+            small(*args, **kwargs)
+        counted, claimed = counter.get_total_flops() // 2, self.cost()["macs"]
+        if counted != claimed:
+            raise PruneError(
+                f"export: the cost model says {claimed} MACs, torch counts {counted} in the small "
+                f"model. Nothing was exported; please report this model."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is needed to resume exactly, beside the model's and the optimizer's own state."""
+        return {
+            "step": self.step_count,
+            "landed": self.landed,
+            "rate": self.rate,
+            "alpha": {name: alpha.detach().clone() for name, alpha in self._named_alphas()},
+            "closable": self._closable.clone(),
+            "pulled": self._pulled.clone(),
+            "q": self._q.clone(),
+            "b": self._b.clone(),
+            "history": copy.deepcopy(self.history),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        sizes = {name: len(alpha) for name, alpha in self._named_alphas()}
+        if {name: len(alpha) for name, alpha in state["alpha"].items()} != sizes:
+            raise PruneError(
+                "load_state_dict: the state has other groups than this model; build the Pruner "
+                "with the same model, example and keep=[...]."
+            )
+        self.step_count, self.landed = state["step"], state["landed"]
+        self.rate, self.history = state["rate"], copy.deepcopy(state["history"])
+        with torch.no_grad():
+            for name, gate in self.gates.items():
+                gate.alpha.copy_(state["alpha"][name])
+                gate.eps.fill_(self.schedule.eps(self.step_count, self.steps))
+        self._closable, self._pulled = state["closable"], state["pulled"]
+        self._q, self._b = state["q"], state["b"]
+        self._move(self._flat().device)
+
+
+def _check_settings(
+    macs: float | None, params: float | None, lam: float | None, steps: int, multiple_of: int
+) -> dict[str, float]:
+    limits = {k: v for k, v in (("macs", macs), ("params", params)) if v is not None}
+    if lam is not None and limits:
+        raise PruneError(
+            f"conflicting settings: lam={lam} leaves the ratio open, {' and '.join(limits)} set "
+            f"it. Give a budget or lam, not both."
+        )
+    if lam is None and not limits:
+        raise PruneError("no goal: give a budget (macs=0.5, params=0.3) or lam=...")
+    for key, value in limits.items():
+        if not 0 < value < 1:
+            raise PruneError(
+                f"{key}={value}: a budget is a fraction of the original, between 0 and 1 "
+                f"(macs=0.5 is half of the MACs)."
+            )
+    if lam is not None and not lam > 0:
+        raise PruneError(f"lam={lam}: must be positive.")
+    if not isinstance(steps, int) or steps < 1:
+        raise PruneError(f"steps={steps}: give the number of optimizer steps of the training.")
+    if not isinstance(multiple_of, int) or multiple_of < 1:
+        raise PruneError(f"multiple_of={multiple_of}: must be a positive whole number.")
+    return limits
+
+
+def _check_prunable(graph: Graph) -> None:
+    if not graph.open:
+        reasons = dict.fromkeys(g.reason for g in graph.groups.values())
+        raise PruneError(
+            "no prunable channels: every group stays whole ("
+            + "; ".join(list(reasons)[:3])
+            + "). Print polarprune.trace(model, example) for the whole list."
+        )

@@ -1,0 +1,77 @@
+"""The few numbers that steer ε and λ over a training run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from .errors import PruneError
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How ε decays and how the cost goes down.
+
+    ε(t) = eps_start · (eps_end / eps_start)^(t / steps): the paper's three recipes all end near
+    5e-8. The gates are pulled at from `start` on; the cost goes down along half a cosine and has
+    reached the budget at `done` (fractions of the steps). The rest of the training is left to the
+    weights, with λ = 0.
+    """
+
+    eps_start: float = 0.1
+    eps_end: float = 5e-8
+    start: float = 0.0
+    done: float = 0.5
+    reaction: float = 0.01  # the shortest time, as a fraction, in which λ makes up for a delay
+    sweeps: int = 1  # N of Algorithm 1
+    max_shrink: float = 10.0  # of α in one step, times the steps: closing takes a tenth of them
+    floor: float = 1e-3  # a live |α| is never smaller, so that at the end its gate is above 0.95
+    gate_lr: float = 0.1  # of the weights' rate
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{field.name}={value}"
+            for field in fields(self)
+            if not (value := getattr(self, field.name)) >= 0 or not math.isfinite(value)
+        ]
+        if not 0 < self.eps_end <= self.eps_start:
+            problems.append(f"eps_end={self.eps_end} (want 0 < eps_end <= eps_start)")
+        if not 0 <= self.start < self.done <= 1:
+            problems.append(f"start={self.start}, done={self.done} (want 0 <= start < done <= 1)")
+        if not (self.reaction > 0 and self.floor > 0 and self.max_shrink > 0 and self.sweeps >= 1):
+            problems.append("reaction, floor, max_shrink and sweeps must be positive")
+        if problems:
+            raise PruneError("Schedule: " + "; ".join(problems) + ". Correct these numbers.")
+
+    def eps(self, step: int, steps: int) -> float:
+        return float(self.eps_start * (self.eps_end / self.eps_start) ** min(step / steps, 1.0))
+
+    def begins(self, steps: int) -> int:
+        return math.floor(self.start * steps)
+
+    def deadline(self, steps: int) -> int:
+        """The step at which the budget is met for good."""
+        return max(1, self.begins(steps) + 1, math.floor(self.done * steps))
+
+    def cap(self, steps: int) -> float:
+        """How far α may shrink in one step."""
+        return self.max_shrink / steps
+
+    def path(self, step: float, steps: int) -> float:
+        """The part of the way to the budget that is still to go: 1 at the start, 0 when done."""
+        last = self.deadline(steps)
+        closing = min(steps / self.max_shrink, (last - self.begins(steps)) / 2)
+        first = self.begins(steps) + closing  # no gate can be closed earlier
+        if step <= first:
+            return 1.0
+        if step >= last:
+            return 0.0
+        return 0.5 * (1 + math.cos(math.pi * (step - first) / (last - first)))
+
+    def ahead(self, step: int, steps: int) -> list[int]:
+        """How many steps λ looks ahead along the path: from the reaction time to the deadline."""
+        left = self.deadline(steps) - step
+        times = [max(1, math.ceil(self.reaction * steps))]
+        while times[-1] < left:
+            times.append(min(2 * times[-1], left))
+        return times

@@ -1,0 +1,65 @@
+"""Which groups must never close entirely, so that the input still reaches every output.
+
+Closing a group is harmless where something flows around it (a skip connection, another branch).
+We look for the way from the inputs to each output that depends on the fewest groups; each group on
+it keeps a channel. A group whose loss alone would cut the network is on every way, hence on ours.
+"""
+
+from __future__ import annotations
+
+from .groups import WHOLE, Graph
+from .tape import Tape, Value
+
+Way = frozenset[str]
+
+
+def hold_spine(graph: Graph) -> None:
+    """Set `minimum` = 1 on the groups that carry the signal through."""
+    for tape in graph.tapes:
+        for way in _ways(graph, tape):
+            for name in way:
+                graph.groups[name].minimum = 1
+
+
+def _ways(graph: Graph, tape: Tape) -> list[Way]:
+    """For each output the smallest set of groups that it needs."""
+    names = _unit_names(graph)
+    merging = {item.op for item in graph.contractions}
+    best: dict[tuple[Value, str], Way] = {(value, ""): frozenset() for value in tape.inputs}
+    for op in tape.ops:
+        for source in op.inputs():
+            if source.name:
+                continue
+            for option in _options(graph, names, source):
+                way = best.get((source, option))
+                if way is None:
+                    continue
+                for out in op.outs:
+                    for target in _options(graph, names, out):
+                        if op in merging or option in ("", target):
+                            _relax(best, (out, target), way)
+    ways = []
+    for value in tape.outputs:
+        reached = [best[value, o] for o in _options(graph, names, value) if (value, o) in best]
+        if reached:
+            ways.append(min(reached, key=len))
+    return ways
+
+
+def _relax(best: dict[tuple[Value, str], Way], state: tuple[Value, str], way: Way) -> None:
+    way = way | {state[1]} if state[1] else way
+    if state not in best or len(way) < len(best[state]):
+        best[state] = way
+
+
+def _options(graph: Graph, names: list[str], value: Value) -> list[str]:
+    """The groups that can carry a signal in this tensor; "" stands for channels that stay."""
+    layers = graph.values.get(value, [])
+    if not layers:
+        return [""]
+    units = {unit for layer in layers for unit in layer.unique().tolist()}
+    return list(dict.fromkeys("" if unit == WHOLE else names[unit] for unit in units))
+
+
+def _unit_names(graph: Graph) -> list[str]:
+    return [name for name, group in graph.open.items() for _ in range(group.size)]

@@ -1,0 +1,400 @@
+"""Cutting: a plan becomes a recipe of plain data, and a recipe is applied to a model.
+
+The recipe says which indices of which tensors stay, which attributes of which modules change, and
+what replaces modules that have nothing left to compute. It is JSON, so that a saved model can be
+rebuilt from its original class without tracing it again.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import batchnorm, conv, instancenorm, padding, pooling
+from torch.nn.utils import parametrize
+
+from .blocks import left_out, owner_of, take_out, vanishing
+from .errors import PruneError
+from .groups import WHOLE, Graph, Plan, module_of
+from .rewire import Edit, no_channel, one_channel, rewire, rewiring
+from .tape import Op, named_tensors
+
+RECIPE = "polarprune_recipe"
+
+
+@dataclass
+class Recipe:
+    """Everything that has to be done to a model of the original class."""
+
+    shapes: dict[str, list[int]] = field(default_factory=dict)  # of the tensors, before
+    slices: dict[str, dict[str, list[int]]] = field(default_factory=dict)  # tensor -> axis -> kept
+    attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    constants: list[str] = field(default_factory=list)  # layers with nothing to read or to make
+    identities: list[str] = field(default_factory=list)  # norms and the like over no channels
+    hollow: list[str] = field(default_factory=list)  # pools and the like over no channels
+    rewired: dict[str, list[Edit]] = field(default_factory=dict)  # code that bakes in widths
+    vanished: dict[str, list[Edit]] = field(default_factory=dict)  # blocks with closed branches
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def shrink(model: nn.Module, graph: Graph, plan: Plan) -> nn.Module:
+    """A copy of `model` that has only the planned channels; the model itself stays as it is.
+
+    `plan` maps group names to the indices of the channels to keep; any method can make it.
+    Groups that it does not name stay whole.
+    """
+    for name, group in graph.open.items():
+        if len(plan.get(name, range(group.size))) < group.minimum:
+            raise PruneError(
+                f"{name}: the plan keeps {len(plan[name])} channels, but at least "
+                f"{group.minimum} must stay, or the input no longer reaches the output."
+            )
+    return apply(copy.deepcopy(model), write_recipe(model, graph, plan))
+
+
+def write_recipe(model: nn.Module, graph: Graph, plan: Plan) -> Recipe:
+    """All decisions; `apply` has none left."""
+    alive = graph.settle(graph.alive(plan))
+    recipe = Recipe()
+    for name, tensor in named_tensors(model):
+        for axis, units in graph.axes.get(name, {}).items():
+            kept = (units == WHOLE) | alive[units]
+            if not bool(kept.all()):
+                recipe.shapes[name] = list(tensor.shape)
+                recipe.slices.setdefault(name, {})[str(axis)] = kept.nonzero().flatten().tolist()
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for path in dict.fromkeys(module_of(name) for name in recipe.slices):
+        _describe(path, modules[path], graph, recipe)
+    for path, module in modules.items():
+        if isinstance(module, _SPATIAL) and _meets_nothing(path, graph, alive):
+            recipe.hollow.append(path)
+        elif isinstance(module, (nn.GroupNorm, instancenorm._InstanceNorm)) and not module.affine:
+            _describe_bare_norm(path, module, _incoming(path, graph, alive), recipe)
+    for path in graph.rewired:
+        edits = rewiring(modules[path], path, graph, alive)
+        if edits:
+            recipe.rewired[path] = edits
+    _take_out_blocks(modules, graph, recipe)
+    return recipe
+
+
+def _take_out_blocks(modules: dict[str, nn.Module], graph: Graph, recipe: Recipe) -> None:
+    silent = {path for path in recipe.constants if _makes_something(path, recipe)}
+    for path in dict.fromkeys(owner_of(layer, modules) for layer in sorted(silent)):
+        edits = vanishing(path, modules[path], graph, silent)
+        if edits:
+            recipe.vanished[path] = edits
+
+
+def dropped_with(model: nn.Module, graph: Graph, group: str) -> set[str]:
+    """Tensors that go when a group closes entirely, though their own channels stay."""
+    recipe = write_recipe(model, graph, {group: []})
+    modules = dict(model.named_modules(remove_duplicate=False))
+    gone: set[str] = set()
+    for path, edits in recipe.vanished.items():
+        gone |= left_out(path, modules[path], edits)
+    gone -= {*recipe.constants, *recipe.identities}
+    return {name for name, _ in named_tensors(model) if module_of(name) in gone}
+
+
+def _makes_something(path: str, recipe: Recipe) -> bool:
+    made = recipe.attributes[path]
+    return bool(made.get("out_channels", made.get("out_features")))
+
+
+_SPATIAL = (
+    pooling._MaxPoolNd,
+    pooling._AvgPoolNd,
+    nn.Upsample,
+    padding._ReflectionPadNd,
+    padding._ReplicationPadNd,
+)
+_NORMS = (batchnorm._BatchNorm, instancenorm._InstanceNorm, nn.GroupNorm, nn.PReLU)
+
+
+def _describe(path: str, module: nn.Module, graph: Graph, recipe: Recipe) -> None:
+    """Attributes of the modules that torch has; others read the sizes of their tensors."""
+    changed = recipe.attributes.setdefault(path, {})
+    for attribute, size in _sizes(path, module, recipe).items():
+        changed[attribute] = size
+        if size == 0 and isinstance(module, (conv._ConvNd, nn.Linear)):
+            recipe.constants.append(path)
+        elif size == 0 and isinstance(module, _NORMS):
+            recipe.identities.append(path)
+    recipe.constants = list(dict.fromkeys(recipe.constants))
+    recipe.identities = list(dict.fromkeys(recipe.identities))
+    if not changed:
+        del recipe.attributes[path]
+
+
+def _describe_bare_norm(path: str, module: nn.Module, width: int | None, recipe: Recipe) -> None:
+    """A norm that has no parameters still counts its channels."""
+    if width is None:
+        return
+    if isinstance(module, nn.GroupNorm):
+        groups = width * module.num_groups // module.num_channels
+        recipe.attributes[path] = {"num_channels": width, "num_groups": groups}
+    else:
+        recipe.attributes[path] = {"num_features": width}
+    if width == 0 and path not in recipe.identities:
+        recipe.identities.append(path)
+
+
+def _sizes(path: str, module: nn.Module, recipe: Recipe) -> dict[str, int]:
+    """New values of the attributes that hold widths."""
+
+    def kept(tensor: str, axis: int, before: int) -> list[int]:
+        stem = f"{path}.{tensor}" if path else tensor
+        for name in (stem, f"{path}.parametrizations.{tensor}.original"):
+            if str(axis) in recipe.slices.get(name, {}):
+                return recipe.slices[name][str(axis)]
+        return list(range(before))
+
+    def now(tensor: str, axis: int, before: int) -> int:
+        return len(kept(tensor, axis, before))
+
+    if isinstance(module, conv._ConvNd):
+        lead, rest = "out_channels", "in_channels"
+        if isinstance(module, conv._ConvTransposeNd):
+            lead, rest = rest, lead
+        before, groups = getattr(module, lead), module.groups
+        leading = kept("weight", 0, before)
+        per_group = now("weight", 1, getattr(module, rest) // groups)
+        if groups > 1:
+            groups = _groups(groups, before // groups, leading)
+        return {lead: len(leading), rest: per_group * groups, "groups": groups}
+    if isinstance(module, nn.Linear):
+        return {
+            "out_features": now("weight", 0, module.out_features),
+            "in_features": now("weight", 1, module.in_features),
+        }
+    if isinstance(module, nn.GroupNorm):
+        size = now("weight", 0, module.num_channels)
+        per_group = module.num_channels // module.num_groups
+        return {"num_channels": size, "num_groups": size // per_group}
+    if isinstance(module, (batchnorm._BatchNorm, instancenorm._InstanceNorm)):
+        tensor = "weight" if module.affine else "running_mean"
+        return {"num_features": now(tensor, 0, module.num_features)}
+    if isinstance(module, nn.PReLU):
+        return {"num_parameters": now("weight", 0, module.num_parameters)}
+    if isinstance(module, nn.Embedding):
+        return {"embedding_dim": now("weight", 1, module.embedding_dim)}
+    return {}
+
+
+def _groups(groups: int, width: int, kept: list[int]) -> int:
+    """How many convolution groups are left: whole ones go, or the same columns of each."""
+    whole = all(
+        len({index in left for index in range(g * width, (g + 1) * width)}) == 1
+        for left in [set(kept)]
+        for g in range(groups)
+    )
+    return len(kept) // width if whole else groups
+
+
+def _meets_nothing(path: str, graph: Graph, alive: Tensor) -> bool:
+    """True if, in one of its calls, all that this module puts out are channels that go."""
+    for value in (out for op in _ops_of(path, graph) for out in op.outs):
+        layers = graph.values.get(value, [])
+        if layers and not any(bool(((u == WHOLE) | alive[u]).any()) for u in layers):
+            return True
+    return False
+
+
+def _ops_of(path: str, graph: Graph) -> list[Op]:
+    return [op for tape in graph.tapes for op in tape.ops if op.module == path]
+
+
+def _incoming(path: str, graph: Graph, alive: Tensor) -> int | None:
+    """How many channels still reach a module, or None if it is given no open ones."""
+    for op in _ops_of(path, graph):
+        for value in op.inputs():
+            for units in graph.values.get(value, []) if len(value.shape) > 1 else []:
+                if units.dim() > 1 and units.shape[1] > 1:
+                    return int(((units == WHOLE) | alive[units]).sum())
+    return None
+
+
+def apply(model: nn.Module, recipe: Recipe) -> nn.Module:
+    """Carry out a recipe on this model, in place."""
+    check_fits(model, recipe)
+    replaced: dict[int, Tensor] = {}
+    tensors = dict(named_tensors(model))
+    for name, axes in recipe.slices.items():
+        replaced[id(tensors[name])] = _sliced(tensors[name], axes)
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for key, tensor in table.items():
+                if tensor is not None and id(tensor) in replaced:
+                    table[key] = replaced[id(tensor)]  # type: ignore[assignment]
+    for path, attributes in recipe.attributes.items():
+        for key, value in attributes.items():
+            setattr(model.get_submodule(path), key, value)
+    for path in recipe.constants:
+        _replace(model, path, Constant(model.get_submodule(path)))
+    for path in recipe.identities:
+        _replace(model, path, nn.Identity())
+    for path in recipe.hollow:
+        _replace(model, path, Hollow(model.get_submodule(path)))
+    for path in sorted({*recipe.rewired, *recipe.vanished}, reverse=True):  # the root comes last
+        new = rewire(model.get_submodule(path), recipe.rewired.get(path, []))
+        take_out(new, recipe.vanished.get(path, []))
+        new.recompile()
+        if path:
+            _replace(model, path, new)
+        else:
+            model = new
+    setattr(model, RECIPE, recipe.to_json())
+    return model
+
+
+def check_fits(model: nn.Module, recipe: Recipe) -> None:
+    tensors = dict(named_tensors(model))
+    for name, shape in recipe.shapes.items():
+        found = list(tensors[name].shape) if name in tensors else "missing"
+        if found != shape:
+            raise PruneError(
+                f"{name}: expected shape {shape}, found {found}. The recipe belongs to another "
+                f"model; give a fresh instance of the class and settings that were pruned."
+            )
+
+
+def _sliced(tensor: Tensor, axes: dict[str, list[int]]) -> Tensor:
+    data = tensor.detach()
+    for axis, kept in axes.items():
+        data = data.index_select(
+            int(axis), torch.tensor(kept, dtype=torch.long, device=data.device)
+        )
+    data = data.clone()
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(data, tensor.requires_grad)
+    return data
+
+
+def _replace(model: nn.Module, path: str, new: nn.Module) -> None:
+    """Put another module in place of the one at `path`, wherever the model holds it."""
+    old = model.get_submodule(path)
+    new.train(old.training)
+    for module in list(model.modules()):
+        for key, child in module._modules.items():
+            if child is old:
+                module._modules[key] = new
+
+
+class Constant(nn.Module):
+    """What is left of a layer that reads no channel: its bias, at the shape of its output.
+
+    Also stands for a layer that makes no channel: its output then has none.
+    """
+
+    bias: nn.Parameter | None
+    origin: Tensor  # knows device and type where there is no bias
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.register_parameter("bias", layer.bias)  # type: ignore[arg-type]
+        origin = torch.zeros_like(layer.weight.flatten()[:0])  # type: ignore[operator]
+        self.register_buffer("origin", origin.detach(), persistent=False)
+        self.space = 0
+        self.transposed = isinstance(layer, conv._ConvTransposeNd)
+        if isinstance(layer, conv._ConvNd):
+            self.channels = layer.out_channels
+            self.space = len(layer.kernel_size)
+            self.stride, self.dilation = layer.stride, layer.dilation
+            self.kernel_size, self.output_padding = layer.kernel_size, layer.output_padding
+            twice = layer._reversed_padding_repeated_twice
+            self.padding = [a + b for a, b in zip(twice[::2], twice[1::2], strict=True)][::-1]
+        else:
+            self.channels = int(layer.out_features)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor | None = None) -> Tensor:
+        """Without an input (in a block that was taken out): on two points instead of a map."""
+        if x is None:
+            shape: tuple[int, ...] = (2, self.channels, *[1] * self.space)
+        elif not self.space:
+            shape = (*x.shape[:-1], self.channels)
+        else:
+            sizes = [self._size(k, x.shape[k - self.space]) for k in range(self.space)]
+            shape = (*x.shape[: -self.space - 1], self.channels, *sizes)
+        if self.bias is None:
+            return (self.origin if x is None else x).new_zeros(shape)
+        return self.bias.reshape(-1, *[1] * self.space).expand(shape).clone()
+
+    def _size(self, k: int, size: int) -> int:
+        reach = self.dilation[k] * (self.kernel_size[k] - 1)
+        if self.transposed:
+            return (
+                (size - 1) * self.stride[k] - self.padding[k] + reach + self.output_padding[k] + 1
+            )
+        return (size + self.padding[k] - reach - 1) // self.stride[k] + 1
+
+
+class Hollow(nn.Module):
+    """A pool (and the like) that may be given no channels: then only a shape is left of it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1]:
+            return self.layer(x)  # type: ignore[no-any-return]
+        return no_channel(self.layer(one_channel(x)))
+
+
+def fold(model: nn.Module, graph: Graph, gates: Tensor) -> None:
+    """Multiply gate values into the weights that read the gated channels, in place."""
+    tensors = dict(named_tensors(model))
+    with torch.no_grad():
+        for name, axes in graph.sites.items():
+            tensor = tensors[name]
+            for axis, units in axes.items():
+                tensor.mul_(spread(gates, units, axis, tensor.dim()).to(tensor))
+
+
+def spread(gates: Tensor, units: Tensor, axis: int, dim: int) -> Tensor:
+    """Gate values laid along one axis of a tensor; channels without a gate get 1."""
+    shape = [1] * dim
+    shape[axis] = -1
+    values = torch.cat([gates, gates.new_ones(1)])
+    return values[units.to(gates.device)].reshape(shape)
+
+
+def plain(model: nn.Module) -> nn.Module:
+    """A copy without gates: they are multiplied into the weights.
+
+    torch's `remove_parametrizations` edits the class, which the copy shares with the original.
+    """
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        if parametrize.is_parametrized(module):
+            lists: Any = module.parametrizations
+            for tensor in [key for key, parts in lists.items() if is_gated(parts)]:
+                _fold_in(module, lists, tensor)
+    return model
+
+
+def is_gated(module: nn.Module) -> bool:
+    return any(getattr(part, "is_gate", False) for part in module.modules())
+
+
+def _fold_in(module: nn.Module, lists: Any, tensor: str) -> None:
+    value, original = getattr(module, tensor).detach(), lists[tensor].original
+    original.data = value.clone()
+    del lists[tensor]
+    family = type(module)
+    rest = {key: item for key, item in vars(family).items() if key != tensor}
+    if len(lists):
+        module.__class__ = type(family.__name__, family.__bases__, rest)
+    else:
+        module.__class__ = family.__bases__[0]
+        del module._modules["parametrizations"]
+    table: Any = module._parameters if isinstance(original, nn.Parameter) else module._buffers
+    others = dict(table)
+    table.clear()
+    table.update({tensor: original, **others})  # where it stood: weights come first

@@ -1,0 +1,218 @@
+"""Run a model once and write down every ATen operation it performs.
+
+Whatever runs in eager mode is captured, Python control flow included. The tape holds facts only
+(operations, shapes, which module and source line); what they mean for channels is `rules`' job.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .errors import PruneError
+
+Mark = Callable[[str, Any], None]
+Shim = Callable[[nn.Module, Mark], Callable[..., Any]]
+Example = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor that was seen: where it came from and its shape, not its contents."""
+
+    shape: tuple[int, ...]
+    name: str = ""  # of a parameter or buffer
+    data: Tensor | None = None  # kept for small integer tensors only: they may be indices
+
+
+@dataclass(eq=False)
+class Op:
+    """One operation. In `args` and `kwargs` a `Value` stands where a tensor stood."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outs: list[Value]
+    module: str
+    line: str
+    macs: int = 0
+
+    @property
+    def where(self) -> str:
+        return f"{self.module or 'model'} ({self.line})"
+
+    def inputs(self) -> list[Value]:
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Value)]
+
+
+@dataclass(eq=False)
+class Tape:
+    """The operations of one run, in order, and what came out."""
+
+    ops: list[Op] = field(default_factory=list)
+    inputs: list[Value] = field(default_factory=list)
+    outputs: list[Value] = field(default_factory=list)
+    marks: dict[tuple[str, str], list[Value]] = field(default_factory=dict)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tape = Tape()
+        self.stack: list[str] = []
+        self.known = WeakTensorKeyDictionary()
+        for name, tensor in named_tensors(model):
+            self.known[tensor] = Value(tuple(tensor.shape), name)
+
+    def value(self, tensor: Tensor) -> Value:
+        found: Value | None = self.known.get(tensor)
+        if found is None:
+            found = Value(tuple(tensor.shape))
+            if not tensor.is_floating_point() and not tensor.is_meta and tensor.numel() < 1_000_000:
+                found.data = tensor.detach().clone()
+            self.known[tensor] = found
+        return found
+
+    def values(self, tree: Any) -> list[Value]:
+        return [self.value(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        formula = flop_registry.get(func._overloadpacket)
+        macs = formula(*args, **kwargs, out_val=out) // 2 if formula else 0
+        with _paused(self):
+            named_args, named_kwargs = tree_map_only(Tensor, self.value, (tuple(args), kwargs))
+            module = self.stack[-1] if self.stack else ""
+            self.tape.ops.append(
+                Op(func, named_args, named_kwargs, self.values(out), module, _user_line(), macs)
+            )
+        return out
+
+
+@contextmanager
+def _paused(mode: _Recorder) -> Iterator[None]:
+    with torch.utils._python_dispatch._disable_current_modes():
+        yield
+
+
+def _user_line() -> str:
+    """file:line of the innermost frame that belongs to neither torch nor this package."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(("torch.", "polarprune.")) and name not in ("torch", "contextlib"):
+            return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "?"
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, then buffers; a tensor that has two names is given once."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def as_call(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What `model(...)` takes, as positional and keyword arguments."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    if isinstance(example, (tuple, list)):
+        return tuple(example), {}
+    return (example,), {}
+
+
+@contextmanager
+def untouched(model: nn.Module, training: bool | None = None) -> Iterator[None]:
+    """Run the model inside without a trace: mode, buffers and random state are put back."""
+    modes = {module: module.training for module in model.modules()}
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    if training is not None:
+        model.train(training)
+    try:
+        with torch.random.fork_rng(), torch.no_grad():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for module, mode in modes.items():
+            module.training = mode
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def record(
+    model: nn.Module, example: Example, *, training: bool, shims: Mapping[str, Shim] | None = None
+) -> Tape:
+    """The tape of one run of `model` on `example`, in train or eval mode.
+
+    A shim takes the place of a module's forward during the run, and may mark values by name.
+    """
+    args, kwargs = as_call(example)
+    recorder = _Recorder(model)
+    handles = []
+    shimmed = [(model.get_submodule(path), path, shim) for path, shim in (shims or {}).items()]
+    for module, path, shim in shimmed:
+        module.forward = shim(module, _marker(recorder, path))
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(_enter(recorder, name)))
+        handles.append(module.register_forward_hook(_leave(recorder), always_call=True))
+    try:
+        with untouched(model, training), recorder:
+            recorder.tape.inputs = recorder.values((args, kwargs))
+            out = model(*args, **kwargs)
+    except PruneError:
+        raise
+    except Exception as error:
+        raise PruneError(
+            f"{recorder.stack[-1] if recorder.stack else type(model).__name__}: the model does not "
+            f"run on the example inputs: {error}. Give inputs of the shape, type and device that "
+            f"model(...) takes."
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, _, _ in shimmed:
+            del module.forward
+    recorder.tape.outputs = recorder.values(_open(out))
+    return recorder.tape
+
+
+def _open(out: Any) -> Any:
+    """Outputs that are plain objects (dataclasses and the like) show their fields."""
+    leaves = tree_leaves(out)
+    return [vars(leaf) if hasattr(leaf, "__dict__") and not isinstance(leaf, Tensor) else leaf
+            for leaf in leaves]  # fmt: skip
+
+
+def _marker(recorder: _Recorder, path: str) -> Mark:
+    def mark(name: str, result: Any) -> None:
+        recorder.tape.marks[path, name] = recorder.values(result)
+
+    return mark
+
+
+def _enter(recorder: _Recorder, name: str) -> Any:
+    def hook(module: nn.Module, args: Any) -> None:
+        recorder.stack.append(name)
+
+    return hook
+
+
+def _leave(recorder: _Recorder) -> Any:
+    def hook(module: nn.Module, args: Any, out: Any) -> None:
+        recorder.stack.pop()
+
+    return hook

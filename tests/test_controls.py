@@ -1,0 +1,69 @@
+"""Plans by magnitude and at random meet the same budget as the learned one."""
+
+import pytest
+import torch
+from nets import NETS
+from torch.utils.flop_counter import FlopCounterMode
+
+import polarprune as pp
+from polarprune.controls import magnitude_scores, plan_by_score, random_scores
+
+
+def counted(model, example):
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(*example)
+    return counter.get_total_flops() // 2
+
+
+@pytest.mark.parametrize("name", ["resnet20", "mobilenetv2_small"])
+@pytest.mark.parametrize("limits", [{"macs": 0.47}, {"params": 0.3}, {"macs": 0.6, "params": 0.6}])
+@pytest.mark.parametrize("kind", ["magnitude", "random"])
+def test_a_control_plan_lands_just_under_its_budget(name, limits, kind):
+    model, example = NETS[name]()
+    graph = pp.trace(model, example)
+    scores = magnitude_scores(model, graph) if kind == "magnitude" else random_scores(graph, 1)
+    plan = plan_by_score(graph, scores, **limits)
+    small = pp.shrink(model, graph, plan)
+    shares = {
+        "macs": counted(small, example) / counted(model, example),
+        "params": sum(p.numel() for p in small.parameters())
+        / sum(p.numel() for p in model.parameters()),
+    }
+    gaps = [limit - shares[key] for key, limit in limits.items()]
+    assert all(gap >= 0 for gap in gaps)
+    assert min(gaps) < 0.005
+
+
+def test_the_magnitude_plan_keeps_the_largest_channels():
+    model, example = NETS["conv_bn_relu"]()
+    graph = pp.trace(model, example)
+    first = next(iter(graph.open.values()))
+    weight = model.get_submodule(first.producers[0]).weight
+    with torch.no_grad():
+        weight[3] *= 100
+        weight[5] *= 0.001
+    plan = plan_by_score(graph, magnitude_scores(model, graph), macs=0.5)
+    assert 3 in plan[first.name] and 5 not in plan[first.name]
+
+
+def test_random_plans_follow_their_seed():
+    model, example = NETS["resnet20"]()
+    graph = pp.trace(model, example)
+    plans = [plan_by_score(graph, random_scores(graph, seed), macs=0.5) for seed in (1, 1, 2)]
+    assert plans[0] == plans[1] != plans[2]
+
+
+def test_control_plans_respect_multiples():
+    model, example = NETS["resnet20"]()
+    graph = pp.trace(model, example)
+    plan = plan_by_score(graph, random_scores(graph, 0), macs=0.5, multiple_of=8)
+    assert all(len(kept) % 8 == 0 for kept in plan.values())
+    small = pp.shrink(model, graph, plan)
+    assert counted(small, example) <= 0.5 * counted(model, example)
+
+
+def test_a_budget_out_of_reach_is_refused():
+    model, example = NETS["resnet20"]()
+    graph = pp.trace(model, example)
+    with pytest.raises(pp.PruneError, match="budget out of reach: macs=0.0001"):
+        plan_by_score(graph, random_scores(graph, 0), macs=0.0001)

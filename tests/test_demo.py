@@ -1,0 +1,93 @@
+"""The demonstration and the command line, on a few epochs."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import polarprune as pp
+from polarprune.cli import app
+from polarprune.demo import Demo, DigitsNet, Settings, load_digits
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    out = tmp_path_factory.mktemp("demo")
+    result = CliRunner().invoke(app, ["demo", "--out", str(out), "--epochs", "3"])
+    assert result.exit_code == 0, result.output
+    return out, result.output
+
+
+def test_the_demo_writes_model_report_and_picture(written):
+    out, _ = written
+    names = {file.name for file in out.iterdir()}
+    assert names == {"small.safetensors", "report.html", "report.json", "gates.png"}
+    assert (out / "gates.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_demo_ends_with_the_papers_table(written):
+    _, text = written
+    for words in ("before removal", "after removal", "after fine-tuning", "latency", "difference"):
+        assert words in text
+    assert "the same on all 540 test images" in text
+
+
+def test_removal_changes_no_prediction_and_the_budget_is_met(written):
+    out, _ = written
+    report = json.loads((out / "report.json").read_text())
+    rows = {row["stage"]: row for row in report["results"]["table"]}
+    assert rows["before removal"]["accuracy"] == rows["after removal"]["accuracy"]
+    assert report["results"]["identical_predictions"] is True
+    assert rows["after removal"]["macs"] == report["after"]["macs"]
+    assert 0.495 < report["after"]["macs"] / report["before"]["macs"] <= 0.5
+
+
+def test_the_written_model_loads_into_the_original_class(written):
+    out, _ = written
+    small = pp.load(out / "small.safetensors", model=DigitsNet()).eval()
+    data = load_digits()
+    report = json.loads((out / "report.json").read_text())
+    with torch.no_grad():
+        right = (small(data.test_x).argmax(1) == data.test_y).float().mean()
+    tuned = report["results"]["table"][-1]
+    assert tuned["stage"] == "after fine-tuning"
+    assert float(right) == pytest.approx(tuned["accuracy"], abs=1e-6)
+    assert sum(p.numel() for p in small.parameters()) == tuned["params"]
+
+
+def test_progress_tells_loss_accuracy_cost_gates_eps_and_lambda():
+    rows = []
+    Demo(Settings(plain_epochs=1, epochs=2, tune_epochs=1), rows.append).run()
+    assert [row["stage"] for row in rows] == ["train", "prune", "prune", "fine-tune"]
+    assert {"loss", "accuracy", "macs", "closed", "eps", "lam"} <= set(rows[1])
+
+
+def test_inspect_prints_the_groups():
+    result = CliRunner().invoke(
+        app, ["inspect", "polarprune.demo:DigitsNet", "--shape", "2,1,8,8", "--keep", "stem"]
+    )
+    assert result.exit_code == 0, result.output
+    assert "blocks.0.conv1" in result.output
+    assert "kept whole by keep='stem'" in result.output
+
+
+@pytest.mark.parametrize("target", ["polarprune.demo:Missing", "no_such_package:Net"])
+def test_inspect_of_something_missing_is_one_clear_line(target):
+    result = CliRunner().invoke(app, ["inspect", target, "--shape", "1,3,8,8"])
+    assert result.exit_code == 1
+    assert "Error" in result.output and "Traceback" not in result.output
+
+
+def test_report_prints_a_stored_report_and_writes_a_page(written, tmp_path):
+    out, _ = written
+    shown = CliRunner().invoke(app, ["report", str(out / "report.json")])
+    assert shown.exit_code == 0 and "blocks.0.conv1" in shown.output
+    page = tmp_path / "page.html"
+    CliRunner().invoke(app, ["report", str(out / "report.json"), "--html", str(page)])
+    assert page.read_text(encoding="utf-8") == (out / "report.html").read_text(encoding="utf-8")
+
+
+def test_report_of_a_file_that_is_none_is_one_clear_line(tmp_path):
+    result = CliRunner().invoke(app, ["report", str(tmp_path / "none.json")])
+    assert result.exit_code == 1 and "none.json" in result.output

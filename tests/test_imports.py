@@ -1,0 +1,106 @@
+"""Data flows one way: a module imports only modules before it. The door has eight names."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import polarprune
+
+PACKAGE = Path(polarprune.__file__).parent
+# fmt: off
+ORDER = [
+    "errors", "tape", "labels", "rules", "groups", "spine", "cost", "rewire", "blocks", "surgery",
+    "proof", "trace", "gates", "prox", "schedule", "budget", "controls", "html", "report",
+    "pictures", "pruner", "checkpoint", "data", "demo", "cli",
+]
+# fmt: on
+MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("__"))
+DOOR = {"Gate", "PruneError", "Pruner", "Schedule", "load", "save", "shrink", "trace"}
+
+
+def statements(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Import statements, those inside functions too, but not those for type checkers only."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for other in node.orelse:
+                yield from statements(ast.Module([other], []))
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield node
+        else:
+            yield from statements(node)
+
+
+def imported(source: str) -> set[str]:
+    """Names of the package's modules that a source imports; "" is the package itself."""
+    found = set()
+    for node in statements(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            full = [alias.name for alias in node.names]
+        elif node.level:
+            base = f"polarprune.{node.module}" if node.module else "polarprune"
+            full = [base] if node.module else [f"{base}.{alias.name}" for alias in node.names]
+        elif node.module == "polarprune":
+            full = [f"polarprune.{alias.name}" for alias in node.names]
+        else:
+            full = [node.module or ""]
+        parts = [name.split(".") for name in full]
+        found |= {"".join(part[1:2]) for part in parts if part[0] == "polarprune"}
+    return found
+
+
+def test_the_walk_sees_every_way_to_import() -> None:
+    source = """
+from __future__ import annotations
+import torch, polarprune
+import polarprune.tape as tape
+from . import labels
+from .rules import Flow
+from polarprune import groups
+from polarprune.cost import Cost
+if TYPE_CHECKING:
+    from .cli import app
+def late():
+    from .demo import run
+"""
+    assert imported(source) == {"", "tape", "labels", "rules", "groups", "cost", "demo"}
+
+
+def test_every_module_has_its_place_in_the_order() -> None:
+    assert set(MODULES) <= set(ORDER)
+    assert not [path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_only_modules_before_it(module: str) -> None:
+    before = ORDER[: ORDER.index(module)]
+    late = imported((PACKAGE / f"{module}.py").read_text()) - set(before)
+    assert not late, f"{module} imports {sorted(late)}"
+
+
+def test_the_door_has_exactly_eight_names() -> None:
+    assert set(polarprune.__all__) == DOOR
+    assert len(polarprune.__all__) == 8
+    public = {
+        name
+        for name, value in vars(polarprune).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
+    }
+    assert public == DOOR
+
+
+def test_importing_the_library_imports_no_tool_of_the_command_line() -> None:
+    tools = ["matplotlib", "rich", "typer", "sklearn"]
+    code = f"import sys, polarprune; print([tool for tool in {tools} if tool in sys.modules])"
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
