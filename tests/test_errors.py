@@ -186,14 +186,14 @@ def test_a_lam_that_is_not_positive_is_refused(lam: float) -> None:
 @pytest.mark.parametrize("steps", [0, -3, 2.5, 10.0, "ten", None])
 def test_steps_that_are_no_positive_whole_number_are_refused(steps: Any) -> None:
     model = digits_resnet(8)
-    with never_gated(f"steps={steps}: give the number of optimizer steps", model):
+    with never_gated(f"steps={steps!r}: give the number of optimizer steps", model):
         pp.Pruner(model, IMAGE, macs=0.5, steps=steps)
 
 
 @pytest.mark.parametrize("multiple", [0, -8, 1.5, "8", None])
 def test_a_multiple_that_is_no_positive_whole_number_is_refused(multiple: Any) -> None:
     model = digits_resnet(8)
-    with never_gated(f"multiple_of={multiple}: must be a positive whole number", model):
+    with never_gated(f"multiple_of={multiple!r}: must be a positive whole number", model):
         pp.Pruner(model, IMAGE, macs=0.5, steps=4, multiple_of=multiple)
 
 

@@ -133,6 +133,13 @@ def test_the_papers_example_settles_within_two_sweeps(init: str) -> None:
     assert all(torch.equal(path[2], later) for later in path[3:])
 
 
+def test_the_first_sweep_counts_the_live_entries_of_the_start() -> None:
+    """init2 has 2 live entries in y: β_x = 0.01·2, where init1 gives 0.01·3."""
+    first = [prox_l1(TARGET, OWNER, Q, B, C, start=start)[:2].tolist() for start in INITS.values()]
+    assert first == [pytest.approx([0.07, 0.17]), pytest.approx([0.08, 0.18])]
+    assert prox_l0(TARGET * 10, OWNER, Q, B, C, start=TARGET * 0).tolist() == (TARGET * 10).tolist()
+
+
 @pytest.mark.parametrize("init", INITS)
 def test_the_papers_example_comes_down_to_its_value(init: str) -> None:
     """½(2·0.03² + 3·0.02²) + 0.01·2·3 = 0.0615."""

@@ -310,7 +310,7 @@ def resumed(stop: int, name: str, goal: dict[str, float]) -> dict[str, Any]:
     return {"model": snapshot(pruner.model), "pruner": pruner}
 
 
-@pytest.mark.parametrize("goal", [{"macs": 0.4}, {"lam": 100.0}], ids=str)
+@pytest.mark.parametrize("goal", [{"macs": 0.4}, {"lam": 2000.0}], ids=str)
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_a_resumed_run_is_bit_equal_to_one_without_a_stop(
     name: str, goal: dict[str, float]
@@ -319,7 +319,9 @@ def test_a_resumed_run_is_bit_equal_to_one_without_a_stop(
     optimizer = OPTIMIZERS[name](pruner)
     pruner.attach(optimizer)
     train(pruner.model, optimizer, data(20))
-    for stop in (1, 7, 10, 15):  # the budget is met at step 10
+    closed = [row["closed"] for row in pruner.history]
+    closing = [step for step in range(19) if closed[step] < closed[step + 1] and step != 9]
+    for stop in (closing[0], closing[-1], 15):  # the budget is met in step 10
         other = resumed(stop, name, goal)
         assert same_state(snapshot(pruner.model), other["model"])
         assert other["pruner"].history == pruner.history

@@ -58,13 +58,14 @@ def test_the_deadline_is_a_step_of_the_run(start: float, done: float, steps: int
 
 
 @pytest.mark.parametrize("steps", STEPS)
-def test_lambda_looks_ahead_as_far_as_the_deadline(steps: int) -> None:
+def test_lambda_looks_ahead_to_the_deadline_or_for_its_reaction_time(steps: int) -> None:
     schedule = pp.Schedule()
     for step in range(schedule.deadline(steps)):
         times = schedule.ahead(step, steps)
         assert times == sorted(set(times))
         assert times[0] >= 1
-        assert times[-1] == schedule.deadline(steps) - step
+        left = schedule.deadline(steps) - step
+        assert times[-1] == max(left, math.ceil(schedule.reaction * steps))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from nets import NETS, BasicBlock, cbr, digits_resnet, head
-from test_exact import counted, difference, double
+from test_exact import counted, difference, double, pruner_of
 from torch import Tensor, fx, nn
 
 import polarprune as pp
@@ -206,10 +206,11 @@ def test_classes_of_a_resnet_with_projections_are_the_users_own(name: str) -> No
 def test_classes_exported_by_a_pruner_are_the_users_own() -> None:
     model, inputs = NETS["digits_resnet"]()
     twin = copy.deepcopy(model)
-    pruner = pp.Pruner(model, inputs, lam=1.0, steps=1)
+    pruner = pruner_of(model, inputs)
     with torch.no_grad():
         for gate in pruner.gates.values():
             gate.alpha[::2] = 0
+    pruner.param_groups(lr=0.0)
     pruner.step()
     small = pruner.export()
     assert [type(m) for m in small.modules()] == [type(m) for m in twin.modules()]
@@ -237,6 +238,26 @@ def test_closed_block_is_taken_out() -> None:
     assert whole["macs"] - left["macs"] == 2 * 12 * 12 * 9 * places
     # what goes: two convolutions and the norm between them; the norm after them is the constant
     assert whole["params"] - left["params"] == 2 * 12 * 12 * 9 + 2 * 12
+
+
+def test_closed_block_keeps_the_modules_that_its_forward_does_not_call() -> None:
+    """They may be called from elsewhere, and they are counted as parameters."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = cbr(8, 6), cbr(6, 8)
+            self.extra = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.outer(self.inner(x))
+
+    model, x = nn.Sequential(cbr(3, 8), Block(), head(8)), torch.randn(2, 3, 8, 8)
+    graph = pp.trace(model, x)
+    small = pp.shrink(model, graph, {"1.inner.0": []})
+    assert torch.equal(small[1].extra.weight, model[1].extra.weight)
+    widths = torch.tensor([0 if name == "1.inner.0" else g.size for name, g in graph.open.items()])
+    assert counted(small, (x,))["params"] == graph.cost.at(widths)["params"]
 
 
 @pytest.mark.parametrize("plan", [some_plan, closed_plan])

@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import inspect
 import random
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import test_exact
 import torch
 from nets import NETS, BasicBlock, cbr, head
-from test_exact import counted, difference
+from test_exact import counted, difference, double, pruner_of
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -119,6 +122,53 @@ def test_trace_under_no_grad_gives_the_same_groups() -> None:
         assert str(pp.trace(model, inputs)) == expected
 
 
+def test_buffer_that_forward_replaces_is_put_back() -> None:
+    class Average(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("average", torch.zeros(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.average = 0.9 * self.average + 0.1 * x.detach().mean((0, 2, 3))
+            return x - self.average[:, None, None]
+
+    model = around(Average())
+    buffer = model[1].average
+    pp.trace(model, images(2, 3, 8, 8))
+    assert model[1].average is buffer
+    assert torch.equal(buffer, torch.zeros(8))
+
+
+def test_what_forward_remembers_is_never_symbolic() -> None:
+    """Code that bakes in widths is traced with proxies, which must not leak into the model."""
+
+    class Remembers(nn.Module):
+        last: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            a, b = x.split(4, 1)
+            self.last = torch.cat([b, a], 1)
+            return self.last
+
+    model = around(Remembers())
+    graph = pp.trace(model, images(2, 3, 8, 8))
+    assert graph.rewired == ("1",)
+    assert model[1].last is None or isinstance(model[1].last, Tensor)
+
+
+def test_forward_that_the_user_replaced_stays() -> None:
+    model, inputs = NETS["residual_pad_cat_zeros"]()
+    block = model[2]
+
+    def patched(x: Tensor) -> Tensor:
+        return type(block).forward(block, x)
+
+    block.forward = patched
+    pp.trace(model, inputs)
+    assert vars(block).get("forward") is patched
+
+
 def test_example_may_be_a_tensor_a_tuple_a_list_or_a_dict() -> None:
     model, (image,) = NETS["conv_bn_relu"]()
     forms: list[Any] = [image, (image,), [image], {"input": image}]
@@ -161,25 +211,22 @@ def test_prices_in_the_table_are_what_a_channel_saves() -> None:
 # cost
 
 
+@pytest.fixture
+def traced() -> Callable[[str], tuple[nn.Module, Any, Graph]]:
+    """A net, its inputs, and its graph, which is made once."""
+
+    def look(name: str) -> tuple[nn.Module, Any, Graph]:
+        model, inputs = NETS[name]()
+        return model.double(), double(inputs), test_exact.traced(name)
+
+    return look
+
+
 @pytest.mark.parametrize("name", NETS)
 def test_cost_at_full_width_is_what_torch_counts(name: str, traced: Any) -> None:
     model, inputs, graph = traced(name)
     cost = graph.cost.original()
     assert {key: cost[key] for key in ("macs", "params")} == counted(model, inputs)
-
-
-@pytest.fixture(scope="module")
-def traced() -> Any:
-    """Every net is traced once."""
-    found: dict[str, Any] = {}
-
-    def look(name: str) -> Any:
-        if name not in found:
-            model, inputs = NETS[name]()
-            found[name] = model, inputs, pp.trace(model, inputs)
-        return found[name]
-
-    return look
 
 
 def some_plan(graph: Graph, rng: random.Random, least: int = 1) -> dict[str, list[int]]:
@@ -381,6 +428,41 @@ def test_output_stays_whole() -> None:
     assert whole == dict.fromkeys(("logits.2", "boxes"), "part of the model's output")
 
 
+@dataclass
+class Box:
+    content: Any
+
+
+class Boxed(nn.Module):
+    def __init__(self, pack: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.features, self.head, self.pack = cbr(3, 8), head(8), pack
+
+    def forward(self, x: Tensor) -> Any:
+        features = self.features(x)
+        return self.pack(self.head(features), features)
+
+
+@pytest.mark.parametrize(
+    "pack",
+    [
+        lambda logits, features: Box([logits, features]),
+        lambda logits, features: [logits, Box({"deep": [Box(features)]})],
+        lambda logits, features: {"logits": logits, "more": Box((features,))},
+    ],
+    ids=["object", "objects in objects", "object in dict"],
+)
+def test_output_is_found_inside_objects(pack: Callable[[Tensor, Tensor], Any]) -> None:
+    graph = pp.trace(Boxed(pack), images(2, 3, 8, 8))
+    assert graph.open == {}
+    assert {group.reason for group in graph.groups.values()} == {"part of the model's output"}
+
+
+def test_model_without_an_output_to_compare_is_refused() -> None:
+    with pytest.raises(pp.PruneError, match="output"):
+        pp.trace(Boxed(lambda logits, features: None), images(2, 3, 8, 8))
+
+
 def test_channels_of_the_input_belong_to_no_group() -> None:
     graph = pp.trace(*NETS["conv_bn_relu"]())
     assert all("0.0" not in group.consumers for group in graph.groups.values())
@@ -481,6 +563,81 @@ def test_default_device_of_the_user_does_not_matter() -> None:
     expected = str(pp.trace(model, inputs))
     with torch.device("meta"):
         assert str(pp.trace(model, inputs)) == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["conv_bn_relu", "digits_resnet", "resnet20", "depthwise_separable"]
+)
+def test_memory_format_does_not_matter(name: str, traced: Any) -> None:
+    _, _, graph = traced(name)
+    model, inputs = NETS[name]()
+    model = model.double().to(memory_format=torch.channels_last)
+    last = pp.trace(model, inputs[0].double().contiguous(memory_format=torch.channels_last))
+    assert last.groups == graph.groups
+    assert last.cost.original() == graph.cost.original()
+
+
+def test_parameters_of_the_root_have_a_name_and_keep_the_net_together() -> None:
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Parameter(torch.randn(8, 6))
+            self.second = nn.Parameter(torch.randn(3, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(x @ self.first.T) @ self.second.T
+
+    graph = pp.trace(Functional(), images(4, 6))
+    (group,) = graph.open.values()
+    assert group.size == 8
+    assert group.minimum == 1
+    assert group.name
+
+
+def test_state_made_like_another_tensor_has_its_width() -> None:
+    """A recurrent cell: `zeros_like(x)` is as wide as x, whatever it is added to later."""
+
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.new = (nn.Conv2d(16, 8, 3, padding=1) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            state = torch.zeros_like(x)
+            for _ in range(2):
+                both = torch.cat([state, x], 1)
+                state = state + torch.sigmoid(self.gate(both)) * torch.tanh(self.new(both))
+            return state
+
+    model, x = around(Cell()).double(), images(2, 3, 8, 8).double()
+    graph = pp.trace(model, x)
+    rng = random.Random(0)
+    for _ in range(5):
+        plan = some_plan(graph, rng)
+        assert pp.shrink(model, graph, plan)(x).shape == (2, 5)
+
+
+def test_weight_that_two_layers_share_is_cut_and_gated_in_both() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = (nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in range(2))
+            self.two.weight = self.one.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(torch.relu(self.one(x)))
+
+    model, x = around(Tied()).double(), images(2, 3, 8, 8).double()
+    pruner = pruner_of(model, x)
+    with torch.no_grad():
+        for gate in pruner.gates.values():
+            gate.alpha[1::2] = 0
+    pruner.param_groups(lr=0.0)
+    pruner.step()
+    for gate in pruner.gates.values():
+        gate.eps.fill_(0.1)
+    small = pruner.export()
+    assert difference(pruner.model, small, (x,), training=True) <= 1e-10
 
 
 def test_frozen_weights_are_traced_like_any_other() -> None:

@@ -107,9 +107,11 @@ def take_out(graph: fx.GraphModule, edits: list[Edit]) -> None:
                 user.op, user.target = "call_function", operator.add
                 user.replace_input_with(node, vector)
     for node in reversed(list(graph.graph.nodes)):
-        if not node.users and node not in idle and node.op != "placeholder":
+        if not node.users and node not in idle and node.op not in ("placeholder", "output"):
             graph.graph.erase_node(node)
-    graph.delete_all_unused_submodules()
+    called = {node.target for node in graph.graph.nodes if node.op == "call_module"}
+    for target in {n.target for n in nodes.values() if n.op == "call_module"} - called:
+        graph.delete_submodule(str(target))
 
 
 def left_out(path: str, module: nn.Module, edits: list[Edit]) -> set[str]:

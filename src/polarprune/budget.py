@@ -39,6 +39,10 @@ class Budget:
     """Limits on shares of the original cost, on a grid of allowed widths."""
 
     def __init__(self, graph: Graph, limits: dict[str, float], multiple_of: int = 1) -> None:
+        with torch.device("cpu"):  # whatever the user's default is
+            self._build(graph, limits, multiple_of)
+
+    def _build(self, graph: Graph, limits: dict[str, float], multiple_of: int) -> None:
         groups = list(graph.open.values())
         self.cost: Cost = graph.cost
         self.limits = limits
@@ -99,6 +103,10 @@ class Budget:
 
     def blocks(self, alpha: Tensor) -> Blocks:
         """Live entries in blocks; within a group the smallest go first."""
+        with torch.device("cpu"):
+            return self._sort(alpha)
+
+    def _sort(self, alpha: Tensor) -> Blocks:
         n = self.widths(alpha).long()
         q, b = self.combined(n.double())
         price = (q @ n.double() + b).clamp_min(1e-12)

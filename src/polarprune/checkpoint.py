@@ -6,6 +6,7 @@ fresh instance of the original class: no tracing, no example, no pickle.
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def save(model: nn.Module, path: str | Path) -> None:
 
 
 def load(path: str | Path, *, model: nn.Module) -> nn.Module:
-    """Turn `model`, a fresh instance of the original class, into the saved small model."""
+    """The saved small model, built on `model`: a fresh instance of the original class."""
     if not Path(path).is_file():
         raise PruneError(f"load: there is no file {path}.")
     try:
@@ -54,18 +55,32 @@ def load(path: str | Path, *, model: nn.Module) -> nn.Module:
         raise PruneError(f"load: {path} is not a safetensors file: {error}.") from error
     if text is None:
         raise PruneError(f"load: {path} holds no recipe; it was not written by polarprune.save.")
-    content = json.loads(text)
-    if content["version"] > _VERSION:
-        raise PruneError(f"load: {path} was written by a newer polarprune; update it.")
-    recipe = Recipe(**content["recipe"])
+    recipe, aliases = _read(text, path)
     check_fits(model, recipe)
+    small = apply(copy.deepcopy(model), recipe)
     tensors = load_file(str(path))
-    tensors.update({name: tensors[same] for name, same in content["aliases"].items()})
-    small = apply(model, recipe)
-    missing, unexpected = small.load_state_dict(tensors, strict=False)
+    tensors.update({name: tensors[same] for name, same in aliases.items()})
+    wanted = small.state_dict()
+    missing = sorted(set(wanted) - set(tensors), key=list(wanted).index)
+    unexpected = [
+        name
+        for name, tensor in tensors.items()
+        if name not in wanted or wanted[name].shape != tensor.shape
+    ]
     if missing or unexpected:
         raise PruneError(
             f"load: {path} does not fit this model: missing {missing[:3]}, unexpected "
             f"{unexpected[:3]}. Give a fresh instance of the class that was pruned."
         )
+    small.load_state_dict(tensors)
     return small
+
+
+def _read(text: str, path: str | Path) -> tuple[Recipe, dict[str, str]]:
+    try:
+        content = json.loads(text)
+        if content["version"] > _VERSION:
+            raise PruneError(f"load: {path} was written by a newer polarprune; update it.")
+        return Recipe(**content["recipe"]), content["aliases"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise PruneError(f"load: the recipe in {path} is damaged: {error!r}.") from error

@@ -90,7 +90,8 @@ class _Sum:
 
     def __init__(self, graph: Graph) -> None:
         groups = list(graph.open.values())
-        self.owner = torch.tensor([i for i, g in enumerate(groups) for _ in range(g.size)])
+        owner = [i for i, g in enumerate(groups) for _ in range(g.size)]
+        self.owner = torch.tensor(owner, dtype=torch.long)
         self.sizes = torch.tensor([g.size for g in groups], dtype=torch.float64)
         size = len(groups)
         self.q = torch.zeros(size, size, dtype=torch.float64)

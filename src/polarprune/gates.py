@@ -64,7 +64,9 @@ class GatedWeight(nn.Module):
         super().__init__()
         self.gates = nn.ModuleList(gates)
         self.axis = axis
-        simple = len(gates) == 1 and torch.equal(units, torch.arange(len(gates[0].alpha)))
+        simple = len(gates) == 1 and torch.equal(
+            units, torch.arange(len(gates[0].alpha), device=units.device)
+        )
         self.simple = simple
         self.register_buffer("units", units, persistent=False)
 
@@ -85,15 +87,25 @@ def install(model: nn.Module, graph: Graph) -> dict[str, Gate]:
     gates = {
         name: Gate(group.size, dtype=dtype).to(like.device) for name, group in graph.open.items()
     }
-    modules = dict(named_tensors(model))
+    tensors = dict(named_tensors(model))
+    owners = {name: _owners(model, tensors[name]) for name in graph.sites}
     for name, axes in graph.sites.items():
-        path, _, leaf = name.rpartition(".")
-        owner = model.get_submodule(path)
         for axis, units in axes.items():
-            gated, local = _local(graph, gates, units)
-            weight = GatedWeight(gated, local.to(modules[name].device), axis)
-            parametrize.register_parametrization(owner, leaf, weight)
+            weight = GatedWeight(*_local(graph, gates, units), axis).to(tensors[name].device)
+            for owner, leaf in owners[name]:
+                parametrize.register_parametrization(owner, leaf, weight)
     return gates
+
+
+def _owners(model: nn.Module, tensor: Tensor) -> list[tuple[nn.Module, str]]:
+    """All places where a tensor is held: tied weights have several."""
+    return [
+        (module, leaf)
+        for module in model.modules()
+        for table in (module._parameters, module._buffers)
+        for leaf, held in table.items()
+        if held is tensor
+    ]
 
 
 def _local(graph: Graph, gates: dict[str, Gate], units: Tensor) -> tuple[list[Gate], Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from .errors import PruneError
 from .labels import Axis, Labels, support
 from .rules import Contraction, Flow
-from .tape import Tape, Value
+from .tape import Op, Tape, Value
 
 if TYPE_CHECKING:
     from .cost import Cost
@@ -55,6 +55,7 @@ class Graph:
     shapes: dict[str, tuple[int, ...]]
     values: dict[Value, list[Tensor]] = field(repr=False)
     tapes: list[Tape] = field(repr=False)
+    baked: list[tuple[Op, Tensor]] = field(default_factory=list, repr=False)  # see Flow.baked
     unknown: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     rewired: tuple[str, ...] = ()
@@ -70,7 +71,7 @@ class Graph:
 
     def alive(self, plan: Plan) -> Tensor:
         """One truth value a unit, from a plan; groups it does not name stay whole."""
-        alive = torch.ones(self.units, dtype=torch.bool)
+        alive = torch.ones(self.units, dtype=torch.bool, device="cpu")
         for name, kept in plan.items():
             group = self.open.get(name)
             if group is None:
@@ -88,7 +89,7 @@ class Graph:
         while True:
             useful = torch.zeros_like(alive)
             for item in self.contractions:
-                if not item.makes or any(_any_left(units, alive) for units in item.makes):
+                if not item.makes or any(bool(stays(units, alive).any()) for units in item.makes):
                     for units in item.sites:
                         useful[units[units != WHOLE]] = True
             if bool((useful | ~alive).all()):
@@ -99,8 +100,9 @@ class Graph:
         return table(self)
 
 
-def _any_left(units: Tensor, alive: Tensor) -> bool:
-    return bool(((units == WHOLE) | alive[units]).any())
+def stays(units: Tensor, alive: Tensor) -> Tensor:
+    """Which of these are alive; what belongs to no open group always is."""
+    return torch.cat([alive, alive.new_ones(1)])[units]
 
 
 def follow(tapes: Sequence[Tape], flow: Flow, keep: Iterable[tuple[str, str]]) -> None:
@@ -232,8 +234,11 @@ def _group(
     produced: set[int],
     taken: dict[str, Group],
 ) -> Group:
-    producers = [module_of(axes[i].tensor) for i, _ in where if i in produced]
-    consumers = [module_of(axes[i].tensor) for i, _ in where if i in consumed]
+    def owner(number: int) -> str:
+        return module_of(axes[number].tensor) or axes[number].tensor
+
+    producers = [owner(i) for i, _ in where if i in produced]
+    consumers = [owner(i) for i, _ in where if i in consumed]
     base = (producers or consumers)[0]
     name, number = base, 2
     while name in taken:
@@ -275,7 +280,10 @@ def _graph(tapes: Sequence[Tape], flow: Flow, groups: dict[str, Group], position
         for value in op.inputs()
         if value.name
     }
-    return Graph(groups, axes, sites, contractions, shapes, values, list(tapes), dict(flow.unknown))
+    graph = Graph(groups, axes, sites, contractions, shapes, values, list(tapes))
+    graph.baked = [(op, position[layer]) for op, layer in flow.baked]
+    graph.unknown = dict(flow.unknown)
+    return graph
 
 
 def _in_units(item: Contraction, position: Tensor) -> Contraction:

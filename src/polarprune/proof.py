@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from .errors import PruneError
-from .tape import Example, as_call, untouched
+from .tape import Example, as_call, tensors_in, untouched
 
 
 class _NoDropout(TorchFunctionMode):
@@ -46,11 +46,7 @@ def outputs(model: nn.Module, example: Example, *, training: bool) -> list[Tenso
     args, kwargs = as_call(example)
     with _repeatable(model, training):
         out = model(*args, **kwargs)
-    leaves = tree_leaves(
-        [vars(x) if hasattr(x, "__dict__") and not isinstance(x, Tensor) else x
-         for x in tree_leaves(out)]
-    )  # fmt: skip
-    return [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
+    return [tensor.detach() for tensor in tensors_in(out)]
 
 
 def difference(one: nn.Module, other: nn.Module, example: Example, *, training: bool) -> float:

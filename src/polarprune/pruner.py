@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -51,13 +52,14 @@ class Pruner:
         params: float | None = None,
         lam: float | None = None,
         steps: int,
-        keep: Iterable[str] = (),
+        keep: str | Iterable[str] = (),
         multiple_of: int = 1,
         schedule: Schedule = Schedule(),
     ) -> None:
         limits = _check_settings(macs, params, lam, steps, multiple_of)
         self.model, self.example = model, example_inputs
         self.lam, self.steps, self.schedule = lam, steps, schedule
+        self.multiple_of = multiple_of
         self.graph: Graph = trace(model, example_inputs, keep=keep)
         _check_prunable(self.graph)
         self.budget = Budget(self.graph, limits or {"macs": 0.0}, multiple_of)
@@ -71,7 +73,7 @@ class Pruner:
         self.history: list[dict[str, Any]] = []
         self.proof: dict[str, float] = {}
         self._optimizer: Optimizer | None = None
-        self._lr = 0.0
+        self._lr: float | None = None
         self._every = max(1, steps // _CONTROLS)
         self._move(self._flat().device)
         self._control()
@@ -107,13 +109,21 @@ class Pruner:
     def step(self) -> None:
         """One proximal step, by hand; `attach` calls it after every optimizer step."""
         self._check_steps_left()
+        if self.lam is not None and self._optimizer is None and self._lr is None:
+            raise PruneError(
+                "step: with lam= the pruner has to know the gates' learning rate: build the "
+                "optimizer with pruner.param_groups(lr=...), and attach it."
+            )
+        due = self.step_count + 1 in (self.schedule.deadline(self.steps), self.steps)
+        due = due or (self.step_count + 1) % self._every == 0
+        if due:
+            self._check_finite(self._flat())
         self._shrink()
         self.step_count += 1
         eps = self.schedule.eps(self.step_count, self.steps)
         for gate in self.gates.values():
             gate.eps.fill_(eps)
-        due = self.step_count in (self.schedule.deadline(self.steps), self.steps)
-        if due or self.step_count % self._every == 0:
+        if due:
             self._control()
 
     def _after_step(self, optimizer: Optimizer) -> None:
@@ -172,7 +182,7 @@ class Pruner:
 
     def _gate_lr(self) -> float:
         if self._optimizer is None:
-            return self._lr
+            return self._lr or 0.0
         first = id(self._alphas()[0])
         for group in self._optimizer.param_groups:
             if any(id(p) == first for p in group["params"]):
@@ -191,7 +201,6 @@ class Pruner:
     def _control(self) -> None:
         """Look at the gates: how fast they have to close, which may, and is it time to land."""
         alpha = self._flat().double().cpu()
-        self._check_finite(alpha)
         if self.limits and self.step_count >= self.schedule.deadline(self.steps):
             alpha = alpha if self.landed else self._land(alpha)
         elif self.lam is not None and self.step_count == self.steps:
@@ -296,15 +305,14 @@ class Pruner:
             for name, alpha in self._named_alphas()
         }
 
+    def _settings(self) -> dict[str, Any]:
+        goal = self.limits if self.lam is None else {"lam": self.lam}
+        return {**goal, "steps": self.steps, "multiple_of": self.multiple_of}
+
     def report(self) -> Report:
         """What happened so far, as data; text, Markdown, JSON and HTML are views of it."""
         return Report(
-            settings={
-                **self.limits,
-                **({} if self.lam is None else {"lam": self.lam}),
-                "steps": self.steps,
-                "multiple_of": int(self.budget.multiple.max()),
-            },
+            settings=self._settings(),
             before=self.graph.cost.original(),
             after=self.cost(),
             groups=[
@@ -325,7 +333,7 @@ class Pruner:
 
     def export(self, verify: bool = True) -> nn.Module:
         """A new, plain, small model, proved equal to the gated one, which stays as it is."""
-        self._check_finite(self._flat().cpu())
+        self._check_finite(self._flat())
         self._check_done()
         small = shrink(plain(self.model), self.graph, self.plan())
         if verify:
@@ -347,19 +355,24 @@ class Pruner:
 
     def _check_done(self) -> None:
         taken = f"{self.step_count} of {self.steps} steps were taken"
+        share = self.graph.cost.share(self._widths())
+        now = ", ".join(f"{key} {share[key]:.3f} (budget {limit})"
+                        for key, limit in self.limits.items())  # fmt: skip
+        remedy = (
+            "Train on; is pruner.attach(optimizer) called, and steps set to the number of "
+            "optimizer steps that are really taken?"
+        )
         if self.limits and not self.landed:
-            share = self.graph.cost.share(self._widths())
-            now = ", ".join(f"{key} {share[key]:.3f} (budget {limit})"
-                            for key, limit in self.limits.items())  # fmt: skip
             raise PruneError(
                 f"export: the budget is not met yet: {now}; {taken}, and it is met at step "
-                f"{self.schedule.deadline(self.steps)}. Train on; is pruner.attach(optimizer) "
-                f"called, and steps set to the number of optimizer steps?"
+                f"{self.schedule.deadline(self.steps)}. {remedy}"
             )
         if not self.limits and self.step_count < self.steps:
+            raise PruneError(f"export: {taken}. {remedy}")
+        if any(share[key] > limit for key, limit in self.limits.items()):
             raise PruneError(
-                f"export: {taken}. Train on; is pruner.attach(optimizer) called, and steps set to "
-                f"the number of optimizer steps?"
+                f"export: the budget is not met: {now}, though {taken}. The gates were changed "
+                f"from outside after they had closed: load the pruner's own state too."
             )
 
     def _example_here(self) -> Example:
@@ -386,6 +399,7 @@ class Pruner:
     def state_dict(self) -> dict[str, Any]:
         """What is needed to resume exactly, beside the model's and the optimizer's own state."""
         return {
+            "settings": self._settings(),
             "step": self.step_count,
             "landed": self.landed,
             "rate": self.rate,
@@ -403,6 +417,11 @@ class Pruner:
             raise PruneError(
                 "load_state_dict: the state has other groups than this model; build the Pruner "
                 "with the same model, example and keep=[...]."
+            )
+        if state["settings"] != self._settings():
+            raise PruneError(
+                f"load_state_dict: the state is of a run with {state['settings']}, this pruner "
+                f"has {self._settings()}; build it with the same settings."
             )
         self.step_count, self.landed = state["step"], state["landed"]
         self.rate, self.history = state["rate"], copy.deepcopy(state["history"])
@@ -427,23 +446,27 @@ def _check_settings(
     if lam is None and not limits:
         raise PruneError("no goal: give a budget (macs=0.5, params=0.3) or lam=...")
     for key, value in limits.items():
-        if not 0 < value < 1:
+        if not isinstance(value, (int, float)) or not 0 < value < 1:
             raise PruneError(
-                f"{key}={value}: a budget is a fraction of the original, between 0 and 1 "
+                f"{key}={value!r}: a budget is a fraction of the original, between 0 and 1 "
                 f"(macs=0.5 is half of the MACs)."
             )
-    if lam is not None and not lam > 0:
-        raise PruneError(f"lam={lam}: must be positive.")
-    if not isinstance(steps, int) or steps < 1:
-        raise PruneError(f"steps={steps}: give the number of optimizer steps of the training.")
-    if not isinstance(multiple_of, int) or multiple_of < 1:
-        raise PruneError(f"multiple_of={multiple_of}: must be a positive whole number.")
+    if lam is not None and not (isinstance(lam, (int, float)) and 0 < lam < math.inf):
+        raise PruneError(f"lam={lam!r}: must be positive and finite.")
+    if not _whole(steps):
+        raise PruneError(f"steps={steps!r}: give the number of optimizer steps of the training.")
+    if not _whole(multiple_of):
+        raise PruneError(f"multiple_of={multiple_of!r}: must be a positive whole number.")
     return limits
+
+
+def _whole(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 1
 
 
 def _check_prunable(graph: Graph) -> None:
     if not graph.open:
-        reasons = dict.fromkeys(g.reason for g in graph.groups.values())
+        reasons = dict.fromkeys(g.reason for g in graph.groups.values()) or ["there are none"]
         raise PruneError(
             "no prunable channels: every group stays whole ("
             + "; ".join(list(reasons)[:3])

@@ -7,6 +7,7 @@ the labels, and the result keeps the module's children and the names of its para
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from .groups import WHOLE, Graph
+from .groups import Graph, stays
 from .tape import Mark, Value
 
 Edit = dict[str, Any]
@@ -40,14 +41,14 @@ class _Shallow(fx.Tracer):
 
 def as_graph(module: nn.Module) -> fx.GraphModule | None:
     """The module's forward as a graph, or None if it cannot be written down as one."""
-    before, graphs = module.training, []
+    if "forward" in vars(module):
+        return None  # replaced by the user; fx would read the one of the class
+    double, graphs = copy.copy(module), []  # what forward remembers must not end up in the module
     try:
-        for module.training in (True, False):
-            graphs.append(_Shallow().trace(module))
+        for double.training in (True, False):
+            graphs.append(_Shallow().trace(double))
     except Exception:  # whatever the user's code does with a proxy
         return None
-    finally:
-        module.training = before
     if str(graphs[0]) != str(graphs[1]):
         return None  # train and eval mode take different ways
     return fx.GraphModule(module, graphs[0], type(module).__name__)
@@ -108,8 +109,7 @@ class _Sight:
         """Which indices along an axis stay, or None if no label varies along it."""
         for units in self.graph.values.get(value, []):
             if units.shape[axis] > 1:
-                stays = (units == WHOLE) | self.alive[units]
-                return stays.movedim(axis, 0).flatten(1).any(1)
+                return stays(units, self.alive).movedim(axis, 0).flatten(1).any(1)
         return None
 
     def size(self, value: Value, axis: int) -> int:
@@ -164,15 +164,20 @@ def _getitem(node: fx.Node, sight: _Sight) -> Edit | None:
     for axis, item in enumerate(index):
         kept = sight.kept(source[0], axis) if isinstance(item, slice) else None
         whole = not isinstance(item, slice) or (item.start is None and item.stop is None)
-        if kept is None or whole or bool(kept.all()) or item.step not in (None, 1):
+        if kept is None or whole or bool(kept.all()):
             continue
         (out,) = sight.values(node)
-        edit[str(axis)] = _bounds(sight, source[0], out, axis, kept)
+        edit[str(axis)] = _bounds(sight, source[0], out, axis, kept, item)
     return {"slice": edit} if edit else None
 
 
-def _bounds(sight: _Sight, source: Value, out: Value, axis: int, kept: Tensor) -> list[int]:
+def _bounds(
+    sight: _Sight, source: Value, out: Value, axis: int, kept: Tensor, given: slice
+) -> list[int]:
     """Where the slice `out` of `source` starts and stops among the kept channels."""
+    if not any(isinstance(end, fx.Node) for end in (given.start, given.stop)):
+        start, stop, _ = given.indices(source.shape[axis])
+        return [int(kept[:start].sum()), int(kept[:stop].sum())]
     wanted = next(units for units in sight.graph.values[out] if units.shape[axis] > 1)
     have = next(units for units in sight.graph.values[source] if units.shape[axis] > 1)
     length = wanted.shape[axis]
@@ -225,7 +230,18 @@ def rewire(module: nn.Module, edits: list[Edit]) -> fx.GraphModule:
     nodes = {node.name: node for node in graph.graph.nodes}
     for edit in edits:
         _edit(graph.graph, nodes[edit["node"]], edit)
+    _carry_over(module, graph)
     return graph
+
+
+def _carry_over(module: nn.Module, graph: fx.GraphModule) -> None:
+    """What forward does not use may be used from elsewhere."""
+    for table in ("_modules", "_parameters", "_buffers"):
+        for key, item in getattr(module, table).items():
+            getattr(graph, table).setdefault(key, item)
+    for key, value in vars(module).items():
+        if key not in vars(graph):
+            setattr(graph, key, value)
 
 
 def _edit(graph: fx.Graph, node: fx.Node, edit: Edit) -> None:

@@ -45,12 +45,12 @@ class Flow:
     labels: Labels
     rules: Mapping[Any, Rule]
     contractions: list[Contraction] = field(default_factory=list)
+    baked: list[tuple[Op, Tensor]] = field(default_factory=list)  # numbers that count channels
     wide: list[Tensor] = field(default_factory=list)  # layers that vary along several axes
     unknown: dict[str, str] = field(default_factory=dict)  # operation -> where
     _layers: dict[Value, list[Tensor]] = field(default_factory=dict)
     _tensors: dict[str, list[Tensor]] = field(default_factory=dict)
     _uniform: set[Value] = field(default_factory=set)
-    _parts: dict[Value, Value] = field(default_factory=dict)  # views of created tensors
     _weights: set[Value] = field(default_factory=set)  # parameters that were moved about
 
     def run(self, tape: Tape) -> None:
@@ -169,9 +169,43 @@ def _moved(flow: Flow, op: Op, source: Value, results: list[list[Tensor]]) -> No
         flow.set(out, result)
         if flow.uniform(source):
             flow._uniform.add(out)
-            flow._parts[out] = flow._parts.get(source, source)
         if flow.pure(source):
             flow._weights.add(out)
+
+
+def cut(flow: Flow, op: Op) -> None:
+    """slice, split_with_sizes: part of an axis, by numbers that count channels."""
+    source = op.args[0]
+    position = next(i for i, a in enumerate(op.func._schema.arguments) if a.name == "dim")
+    axis = op.args[position] if len(op.args) > position else op.kwargs.get("dim", 0)
+    axis %= len(source.shape)
+    for layer in flow.layers(source):
+        if axis in support(layer) and op.outs[0].shape[axis] != source.shape[axis]:
+            flow.baked.append((op, layer))
+            if _short(op) == "slice" and len(op.args) > 4 and op.args[4] != 1:
+                flow.labels.freeze(layer, f"every {op.args[4]}th channel is taken in {op.where}")
+    movement(flow, op)
+
+
+def roll(flow: Flow, op: Op) -> None:
+    """Fine along other axes; along channels the first would depend on which the last is."""
+    source = op.args[0]
+    axes = {axis % len(source.shape) for axis in (op.args[2] if len(op.args) > 2 else ())}
+    for layer in flow.layers(source):
+        if not axes or axes & set(support(layer)):
+            flow.labels.freeze(layer, f"channels are rolled in {op.where}")
+    movement(flow, op)
+
+
+def restride(flow: Flow, op: Op) -> None:
+    """as_strided: the same tensor if only axes of size 1 get other strides (channels last)."""
+    source, size, stride = op.args[:3]
+    same_place = tuple(size) == source.shape and all(
+        n == 1 or a == b for n, a, b in zip(source.shape, source.stride, stride, strict=True)
+    )
+    if same_place and len(op.args) == 3:
+        return same(flow, op)
+    flow.freeze(source, f"memory is read in another order in {op.where}")
 
 
 def same(flow: Flow, op: Op) -> None:
@@ -192,9 +226,11 @@ def split(flow: Flow, op: Op) -> None:
     axis = (op.args[2] if len(op.args) > 2 else op.kwargs.get("dim", 0)) % len(source.shape)
     movement(flow, op)
     sizes = {out.shape[axis] for out in op.outs}
-    if len(sizes) == 1 and len(op.outs) > 1:
-        for layer in flow.layers(source):
-            if axis in support(layer):
+    for layer in flow.layers(source):
+        if axis in support(layer):
+            if len(sizes) > 1:
+                flow.baked.append((op, layer))
+            else:
                 rows = layer.unflatten(axis, (len(op.outs), -1))
                 flow.labels.join(rows, rows.narrow(axis, 0, 1))
 
@@ -269,6 +305,7 @@ def pad(flow: Flow, op: Op) -> None:
                     flow.labels.freeze(layer, f"padded across channels in {op.where}")
                     continue
                 ends = [along(flow.labels.fresh(n), axis, layer.dim()) for n in (before, after)]
+                flow.baked.append((op, layer))
                 layer = torch.cat([ends[0], layer, ends[1]], axis)
         moved.append(layer)
     _moved(flow, op, source, [[x for x in moved if _fits(x, out.shape)]])
@@ -310,6 +347,12 @@ def create(flow: Flow, op: Op) -> None:
     flow._uniform.update(op.outs)
 
 
+def create_like(flow: Flow, op: Op) -> None:
+    """The same, as wide as another tensor."""
+    create(flow, op)
+    flow.set(op.outs[0], flow.layers(op.args[0]))
+
+
 def fill(flow: Flow, op: Op) -> None:
     """Overwrites its target with one value or with noise; the target keeps its labels."""
 
@@ -318,8 +361,8 @@ def write(flow: Flow, op: Op) -> None:
     """copy_: a write into part of a fresh tensor labels the whole of it, where that is possible."""
     target, source = op.args[:2]
     pointwise(flow, op)
-    base = flow._parts.get(target)
-    if base is None or flow.layers(base):
+    base = target.base
+    if base is None or not flow.uniform(base) or flow.layers(base):
         return
     if all(_fits(layer, base.shape) for layer in flow.layers(source)):
         flow.set(base, flow.layers(source))
@@ -588,9 +631,12 @@ def _table() -> dict[Any, Rule]:
         write: "copy_",
         same: "clone detach alias contiguous _to_copy lift_fresh detach_ to",
         view: "view _unsafe_view reshape flatten unflatten",
-        movement: "permute transpose t unsqueeze squeeze expand slice select narrow unbind "
-        "pixel_shuffle pixel_unshuffle channel_shuffle repeat roll flip split_with_sizes movedim "
-        "swapaxes native_channel_shuffle repeat_interleave as_strided diagonal",
+        movement: "permute transpose t unsqueeze squeeze expand select unbind pixel_shuffle "
+        "pixel_unshuffle channel_shuffle repeat flip movedim swapaxes native_channel_shuffle "
+        "repeat_interleave",
+        cut: "slice split_with_sizes",
+        roll: "roll",
+        restride: "as_strided as_strided_",
         split: "split",
         cat: "cat",
         stack: "stack",
@@ -598,8 +644,9 @@ def _table() -> dict[Any, Rule]:
         pick: "index gather index_put index_put_",
         pick_along: "index_select",
         embedding: "embedding",
-        create: "zeros ones full empty zeros_like ones_like full_like empty_like rand randn "
-        "rand_like randn_like new_zeros new_ones new_full new_empty scalar_tensor",
+        create: "zeros ones full empty rand randn new_zeros new_ones new_full new_empty "
+        "scalar_tensor",
+        create_like: "zeros_like ones_like full_like empty_like rand_like randn_like",
         fill: "zero_ fill_ bernoulli_ uniform_ normal_ random_",
         reduction: "mean sum amax amin max min var std var_mean std_mean prod any all argmax "
         "argmin norm linalg_vector_norm logsumexp softmax _softmax _log_softmax cumsum sort topk",

@@ -8,7 +8,7 @@ it keeps a channel. A group whose loss alone would cut the network is on every w
 from __future__ import annotations
 
 from .groups import WHOLE, Graph
-from .tape import Tape, Value
+from .tape import Op, Tape, Value
 
 Way = frozenset[str]
 
@@ -34,7 +34,7 @@ def _ways(graph: Graph, tape: Tape) -> list[Way]:
                 way = best.get((source, option))
                 if way is None:
                     continue
-                for out in op.outs:
+                for out in _written(op):
                     for target in _options(graph, names, out):
                         if op in merging or option in ("", target):
                             _relax(best, (out, target), way)
@@ -44,6 +44,13 @@ def _ways(graph: Graph, tape: Tape) -> list[Way]:
         if reached:
             ways.append(min(reached, key=len))
     return ways
+
+
+def _written(op: Op) -> list[Value]:
+    """What an operation puts out; a write into a view reaches what it is a view of."""
+    if not op.func._schema.is_mutable:
+        return op.outs
+    return [*op.outs, *(value.base for value in op.outs if value.base is not None)]
 
 
 def _relax(best: dict[tuple[Value, str], Way], state: tuple[Value, str], way: Way) -> None:

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 
 from .blocks import left_out, owner_of, take_out, vanishing
 from .errors import PruneError
-from .groups import WHOLE, Graph, Plan, module_of
+from .groups import Graph, Plan, module_of, stays
 from .rewire import Edit, no_channel, one_channel, rewire, rewiring
 from .tape import Op, named_tensors
 
@@ -59,11 +59,12 @@ def shrink(model: nn.Module, graph: Graph, plan: Plan) -> nn.Module:
 
 def write_recipe(model: nn.Module, graph: Graph, plan: Plan) -> Recipe:
     """All decisions; `apply` has none left."""
+    _check_belongs(model, graph)
     alive = graph.settle(graph.alive(plan))
     recipe = Recipe()
     for name, tensor in named_tensors(model):
         for axis, units in graph.axes.get(name, {}).items():
-            kept = (units == WHOLE) | alive[units]
+            kept = stays(units, alive)
             if not bool(kept.all()):
                 recipe.shapes[name] = list(tensor.shape)
                 recipe.slices.setdefault(name, {})[str(axis)] = kept.nonzero().flatten().tolist()
@@ -81,6 +82,17 @@ def write_recipe(model: nn.Module, graph: Graph, plan: Plan) -> Recipe:
             recipe.rewired[path] = edits
     _take_out_blocks(modules, graph, recipe)
     return recipe
+
+
+def _check_belongs(model: nn.Module, graph: Graph) -> None:
+    tensors = dict(named_tensors(model))
+    for name, shape in graph.shapes.items():
+        found = tuple(tensors[name].shape) if name in tensors else "missing"
+        if found != shape:
+            raise PruneError(
+                f"{name}: expected shape {shape}, found {found}. The graph belongs to another "
+                f"model; trace this one."
+            )
 
 
 def _take_out_blocks(modules: dict[str, nn.Module], graph: Graph, recipe: Recipe) -> None:
@@ -201,7 +213,7 @@ def _meets_nothing(path: str, graph: Graph, alive: Tensor) -> bool:
     """True if, in one of its calls, all that this module puts out are channels that go."""
     for value in (out for op in _ops_of(path, graph) for out in op.outs):
         layers = graph.values.get(value, [])
-        if layers and not any(bool(((u == WHOLE) | alive[u]).any()) for u in layers):
+        if layers and not any(bool(stays(units, alive).any()) for units in layers):
             return True
     return False
 
@@ -216,7 +228,7 @@ def _incoming(path: str, graph: Graph, alive: Tensor) -> int | None:
         for value in op.inputs():
             for units in graph.values.get(value, []) if len(value.shape) > 1 else []:
                 if units.dim() > 1 and units.shape[1] > 1:
-                    return int(((units == WHOLE) | alive[units]).sum())
+                    return int(stays(units, alive).sum())
     return None
 
 
@@ -371,11 +383,15 @@ def plain(model: nn.Module) -> nn.Module:
     torch's `remove_parametrizations` edits the class, which the copy shares with the original.
     """
     model = copy.deepcopy(model)
-    for module in model.modules():
-        if parametrize.is_parametrized(module):
-            lists: Any = module.parametrizations
-            for tensor in [key for key, parts in lists.items() if is_gated(parts)]:
-                _fold_in(module, lists, tensor)
+    gated = [
+        (module, tensor, getattr(module, tensor).detach().clone())
+        for module in model.modules()
+        if parametrize.is_parametrized(module)
+        for tensor, parts in module.parametrizations.items()  # type: ignore[operator,union-attr]
+        if is_gated(parts)
+    ]
+    for module, tensor, value in gated:
+        _fold_in(module, tensor, value)
     return model
 
 
@@ -383,9 +399,10 @@ def is_gated(module: nn.Module) -> bool:
     return any(getattr(part, "is_gate", False) for part in module.modules())
 
 
-def _fold_in(module: nn.Module, lists: Any, tensor: str) -> None:
-    value, original = getattr(module, tensor).detach(), lists[tensor].original
-    original.data = value.clone()
+def _fold_in(module: nn.Module, tensor: str, value: Tensor) -> None:
+    lists: Any = module.parametrizations
+    original = lists[tensor].original
+    original.data = value
     del lists[tensor]
     family = type(module)
     rest = {key: item for key, item in vars(family).items() if key != tensor}

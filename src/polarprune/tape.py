@@ -32,6 +32,8 @@ class Value:
 
     shape: tuple[int, ...]
     name: str = ""  # of a parameter or buffer
+    stride: tuple[int, ...] = ()
+    base: Value | None = None  # what it is a view of
     data: Tensor | None = None  # kept for small integer tensors only: they may be indices
 
 
@@ -70,14 +72,15 @@ class _Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = Tape()
         self.stack: list[str] = []
+        self.broken: str | None = None  # the module in which the run failed
         self.known = WeakTensorKeyDictionary()
         for name, tensor in named_tensors(model):
-            self.known[tensor] = Value(tuple(tensor.shape), name)
+            self.known[tensor] = Value(tuple(tensor.shape), name, tensor.stride())
 
     def value(self, tensor: Tensor) -> Value:
         found: Value | None = self.known.get(tensor)
         if found is None:
-            found = Value(tuple(tensor.shape))
+            found = Value(tuple(tensor.shape), "", tensor.stride())
             if not tensor.is_floating_point() and not tensor.is_meta and tensor.numel() < 1_000_000:
                 found.data = tensor.detach().clone()
             self.known[tensor] = found
@@ -94,8 +97,12 @@ class _Recorder(TorchDispatchMode):
         with _paused(self):
             named_args, named_kwargs = tree_map_only(Tensor, self.value, (tuple(args), kwargs))
             module = self.stack[-1] if self.stack else ""
+            outs = self.values(out)
+            if any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns):
+                for value in outs:  # a view; ATen's views are all of their first argument
+                    value.base = value.base or named_args[0].base or named_args[0]
             self.tape.ops.append(
-                Op(func, named_args, named_kwargs, self.values(out), module, _user_line(), macs)
+                Op(func, named_args, named_kwargs, outs, module, _user_line(), macs)
             )
         return out
 
@@ -136,6 +143,7 @@ def as_call(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def untouched(model: nn.Module, training: bool | None = None) -> Iterator[None]:
     """Run the model inside without a trace: mode, buffers and random state are put back."""
     modes = {module: module.training for module in model.modules()}
+    tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -148,6 +156,9 @@ def untouched(model: nn.Module, training: bool | None = None) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
         for module, mode in modes.items():
             module.training = mode
+        for table, entries in tables:
+            table.clear()
+            table.update(entries)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
@@ -177,24 +188,36 @@ def record(
         raise
     except Exception as error:
         raise PruneError(
-            f"{recorder.stack[-1] if recorder.stack else type(model).__name__}: the model does not "
-            f"run on the example inputs: {error}. Give inputs of the shape, type and device that "
-            f"model(...) takes."
+            f"{recorder.broken or type(model).__name__}: the model does not run on the example "
+            f"inputs: {error}. Give inputs of the shape, type and device that model(...) takes."
         ) from error
     finally:
         for handle in handles:
             handle.remove()
         for module, _, _ in shimmed:
-            del module.forward
-    recorder.tape.outputs = recorder.values(_open(out))
+            del module.forward  # as_graph refuses modules that have one of their own
+    recorder.tape.outputs = recorder.values(tensors_in(out))
+    if not recorder.tape.outputs:
+        raise PruneError(
+            f"{type(model).__name__}: no tensor is found in the model's output, so nothing could "
+            f"be compared. Let forward return what it computes."
+        )
     return recorder.tape
 
 
-def _open(out: Any) -> Any:
-    """Outputs that are plain objects (dataclasses and the like) show their fields."""
-    leaves = tree_leaves(out)
-    return [vars(leaf) if hasattr(leaf, "__dict__") and not isinstance(leaf, Tensor) else leaf
-            for leaf in leaves]  # fmt: skip
+def tensors_in(out: Any) -> list[Tensor]:
+    """All tensors in what a model returned: in containers, and in the fields of plain objects."""
+    found: list[Tensor] = []
+    seen: set[int] = set()
+    waiting = [out]
+    while waiting:
+        for leaf in tree_leaves(waiting.pop(0)):
+            if isinstance(leaf, Tensor):
+                found.append(leaf)
+            elif hasattr(leaf, "__dict__") and id(leaf) not in seen and not callable(leaf):
+                seen.add(id(leaf))
+                waiting.append(vars(leaf))
+    return found
 
 
 def _marker(recorder: _Recorder, path: str) -> Mark:
@@ -207,12 +230,15 @@ def _marker(recorder: _Recorder, path: str) -> Mark:
 def _enter(recorder: _Recorder, name: str) -> Any:
     def hook(module: nn.Module, args: Any) -> None:
         recorder.stack.append(name)
+        recorder.broken = None
 
     return hook
 
 
 def _leave(recorder: _Recorder) -> Any:
     def hook(module: nn.Module, args: Any, out: Any) -> None:
-        recorder.stack.pop()
+        name = recorder.stack.pop()
+        if sys.exc_info()[0] is not None and recorder.broken is None:
+            recorder.broken = name
 
     return hook

@@ -34,7 +34,7 @@ def trace(
     model: nn.Module,
     example_inputs: Example,
     *,
-    keep: Iterable[str] = (),
+    keep: str | Iterable[str] = (),
     rules: Mapping[Any, Rule] | None = None,
 ) -> Graph:
     """Follow every channel of `model` by running it once on `example_inputs`.
@@ -44,22 +44,27 @@ def trace(
     """
     check_model(model)
     check_example(model, example_inputs)
-    look = _Look(model, example_inputs, tuple(keep), {**RULES, **(rules or {})})
+    patterns = (keep,) if isinstance(keep, str) else tuple(keep)
+    look = _Look(model, example_inputs, patterns, {**RULES, **(rules or {})})
     graph = look()
     if graph.open and not any(p.is_meta for p in model.parameters()):
         graph = _prove(look, graph)
     closable = [name for name, group in graph.open.items() if not group.minimum]
-    add_extras(model, graph, {name: dropped_with(model, graph, name) for name in closable})
+    with torch.device("cpu"):
+        add_extras(model, graph, {name: dropped_with(model, graph, name) for name in closable})
     return graph
 
 
 def check_model(model: nn.Module) -> None:
     """Refuse wrappers: gates have to be installed before these, not after."""
     name = type(model).__name__
-    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
+    if not isinstance(model, nn.Module):
+        raise PruneError(f"the model is a {name}; give a torch.nn.Module.")
+    compiled = [path for path, module in model.named_modules() if _is_compiled(module)]
+    if compiled:
         raise PruneError(
-            "the model is compiled: give polarprune the plain model first, and call "
-            "torch.compile on it afterwards."
+            f"{compiled[0] or 'the model'} is compiled: give polarprune the plain model first, and "
+            f"call torch.compile on it afterwards."
         )
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise PruneError(
@@ -71,6 +76,10 @@ def check_model(model: nn.Module) -> None:
             "the model has gates already: use the Pruner that put them there, or start from a "
             "fresh model."
         )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 def check_example(model: nn.Module, example: Example) -> None:
@@ -97,8 +106,12 @@ class _Look:
         self.notes: list[str] = []
 
     def __call__(self) -> Graph:
-        flow = Flow(Labels(), self.rules)
         tapes = self._tapes()
+        with torch.device("cpu"):  # whatever the user's default is, labels live on the host
+            return self._graph(tapes)
+
+    def _graph(self, tapes: list[Tape]) -> Graph:
+        flow = Flow(Labels(), self.rules)
         follow(tapes, flow, self._kept())
         graph = build(tapes, flow, self.held)
         graph.rewired = self.rewired
@@ -145,17 +158,19 @@ def _matches(module: str, pattern: str) -> bool:
 def _prove(look: _Look, graph: Graph) -> Graph:
     """Cut copies of the model until what is called open has been seen to be."""
     trial = _Trial(look)
-    if trial.failure(graph, _half(graph)) or trial.failure(graph, _closed(graph)):
-        look.rewired = _rewirable(look.model, graph)
+    if graph.baked:
+        graph = _unbake(look, graph)
+    if trial.halves(graph) or trial.failure(graph, _closed(graph)):
+        look.rewired = tuple(dict.fromkeys((*look.rewired, *_rewirable(look.model, graph))))
         graph = look() if look.rewired else graph
-    why = trial.failure(graph, _half(graph))
+    why = trial.halves(graph)
     if why:
         for name in graph.open:
-            alone = trial.failure(graph, {name: _half(graph)[name]})
+            alone = trial.halves(graph, name)
             if alone:
                 look.held[name] = f"the model's code does not follow when it shrinks: {alone}"
         graph = look()
-        if graph.open and trial.failure(graph, _half(graph)):
+        if graph.open and trial.halves(graph):
             look.held.update(dict.fromkeys(graph.open, f"could not be shown to be exact: {why}"))
             graph = look()
     if trial.failure(graph, _closed(graph)):
@@ -171,6 +186,25 @@ def _prove(look: _Look, graph: Graph) -> Graph:
     return graph
 
 
+def _unbake(look: _Look, graph: Graph) -> Graph:
+    """Code that counts channels is re-emitted, or its channels stay: a trial is no proof here."""
+    modules = dict(look.model.named_modules())
+    for op, units in graph.baked:
+        if not bool((units != WHOLE).any()):
+            continue
+        if _is_users(modules[op.module]) and as_graph(modules[op.module]) is not None:
+            look.rewired = tuple(dict.fromkeys((*look.rewired, op.module)))
+        else:
+            names = [name for name, group in graph.open.items() for _ in range(group.size)]
+            for unit in set(units.flatten().tolist()) - {WHOLE}:
+                look.held[names[unit]] = f"code that counts channels, in {op.where}"
+    return look() if look.rewired or look.held else graph
+
+
+def _is_users(module: nn.Module) -> bool:
+    return not type(module).__module__.startswith("torch.nn.")
+
+
 class _Trial:
     """A copy of the model with random weights, in float64, to cut and compare."""
 
@@ -183,6 +217,15 @@ class _Trial:
             self.model, self.example = copy.deepcopy(look.model), look.example
             self.tolerance = 1e-4
         _shake(self.model)
+
+    def halves(self, graph: Graph, name: str = "") -> str:
+        """Cut half of every group (or of one); several times where code was re-emitted."""
+        for seed in range(3 if graph.rewired else 1):
+            plan = _half(graph, seed)
+            why = self.failure(graph, {name: plan[name]} if name else plan)
+            if why:
+                return why
+        return ""
 
     def failure(self, graph: Graph, plan: Plan) -> str:
         """What is wrong with this cut; empty if nothing."""
@@ -198,21 +241,23 @@ class _Trial:
 
 def _shake(model: nn.Module) -> None:
     """Weights that start at zero would hide a wrong cut."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 spread = float(parameter.std()) if parameter.numel() > 1 else 0.0
-                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                noise = torch.randn(
+                    parameter.shape, generator=generator, dtype=torch.float64, device="cpu"
+                )
                 parameter.add_(noise.to(parameter) * (0.1 * (spread or 1.0)))
 
 
-def _half(graph: Graph) -> Plan:
+def _half(graph: Graph, seed: int = 0) -> Plan:
     """A random half of every open group."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(seed)
     plan = {}
     for name, group in graph.open.items():
-        order = torch.randperm(group.size, generator=generator)
+        order = torch.randperm(group.size, generator=generator, device="cpu")
         plan[name] = sorted(order[: max(1, group.size // 2)].tolist())
     return plan
 
@@ -240,6 +285,5 @@ def _rewirable(model: nn.Module, graph: Graph) -> tuple[str, ...]:
     return tuple(
         path
         for path in dict.fromkeys(found)
-        if not type(modules[path]).__module__.startswith("torch.nn.")
-        and as_graph(modules[path]) is not None
+        if _is_users(modules[path]) and as_graph(modules[path]) is not None
     )
