@@ -16,6 +16,7 @@ import pytest
 import torch
 from nets import NETS, cbr, digits_resnet, head
 from safetensors.torch import load_file, save_file
+from test_exact import traced
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -51,7 +52,7 @@ def call(model: nn.Module, inputs: Any) -> list[Tensor]:
 def shrunk(name: str, width: str) -> tuple[nn.Module, Any]:
     """Half of every group, or nothing of the groups that may close."""
     model, inputs = NETS[name]()
-    graph = pp.trace(model, inputs)
+    graph = traced(name)
     generator = torch.Generator().manual_seed(1)
     plan = {}
     for group in graph.open.values():
@@ -395,3 +396,13 @@ def test_model_whose_whole_layers_differ_is_refused(tmp_path: Path) -> None:
     assert set(graph.open) == {"2.0"}
     pp.save(pp.shrink(model, graph, {"2.0": [0, 3]}), tmp_path / "small.safetensors")
     refused(tmp_path / "small.safetensors", make(5), "does not fit this model")
+
+
+def test_precision_is_that_of_the_file(tmp_path: Path) -> None:
+    model, (x,) = NETS["digits_resnet"]()
+    graph = pp.trace(model.double(), x.double())
+    small = pp.shrink(model, graph, {n: [*range(g.size)][::2] for n, g in graph.open.items()})
+    pp.save(small, tmp_path / "small.safetensors")
+    again = pp.load(tmp_path / "small.safetensors", model=NETS["digits_resnet"]()[0])
+    assert {p.dtype for p in again.parameters()} == {torch.float64}
+    assert torch.equal(again.eval()(x.double()), small.eval()(x.double()))

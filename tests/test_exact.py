@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from nets import NETS, cbr, randomise
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import polarprune as pp
 from polarprune.groups import Graph, Group
@@ -92,6 +93,27 @@ def counted(model: nn.Module, inputs: Any) -> dict[str, int]:
     macs, rest = divmod(counter.get_total_flops(), 2)
     assert rest == 0
     return {"macs": macs, "params": sum(p.numel() for p in model.parameters())}
+
+
+class Outputs(TorchDispatchMode):
+    """Bytes that operations with MACs put out."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func._overloadpacket)
+        if formula and formula(*args, **(kwargs or {}), out_val=out):
+            self.bytes += out.numel() * out.element_size()
+        return out
+
+
+def memory(model: nn.Module, inputs: Any) -> int:
+    """Bytes of parameters, and of what merging operations put out."""
+    model = copy.deepcopy(model).eval()
+    with torch.no_grad(), Outputs() as seen:
+        run(model, inputs)
+    return seen.bytes + sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def set_gates(pruner: pp.Pruner, width: Callable[[Group], int], seed: str) -> None:
@@ -178,6 +200,12 @@ def test_exported_model_equals_gated_model(name: str, variant: str, training: bo
 
 
 @every_case
+def test_claimed_memory_is_what_is_there(name: str, variant: str) -> None:
+    this = case(name, variant)
+    assert memory(this.small, this.inputs) == this.claimed["memory"]
+
+
+@every_case
 def test_plan_has_the_widths_that_were_set(name: str, variant: str) -> None:
     """Less only where a group was read by nothing but layers that have gone."""
     this, groups = case(name, variant), started(name).graph.open
@@ -249,7 +277,7 @@ def test_exported_model_trains(name: str, variant: str) -> None:
     assert loss_of(small, this.inputs) < loss
 
 
-@pytest.mark.parametrize("name", [*PRUNABLE[::3], "digits_resnet"])
+@pytest.mark.parametrize("name", [*PRUNABLE[::4], "digits_resnet"])
 def test_float32_export_proves_itself(name: str) -> None:
     pruner = start(name, torch.float32)
     for variant in ("half", "closed"):
@@ -332,7 +360,7 @@ def test_comparison_sees_one_more_channel_dropped(name: str) -> None:
     assert difference(pruner.model, right, pruner.example, training=False) <= 1e-10
     widest = max(plan, key=lambda group: len(plan[group]))
     gaps = []
-    for unit in plan[widest][:4]:  # ReLU may have silenced some
+    for unit in plan[widest][:3]:  # ReLU may have silenced some
         left = [other for other in plan[widest] if other != unit]
         wrong = pp.shrink(folded, pruner.graph, {**plan, widest: left})
         gaps.append(difference(pruner.model, wrong, pruner.example, training=True))

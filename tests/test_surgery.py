@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from nets import NETS, BasicBlock, cbr, digits_resnet, head
-from test_exact import counted, difference, double, pruner_of
+from test_exact import counted, difference, double, pruner_of, traced
 from torch import Tensor, fx, nn
 
 import polarprune as pp
@@ -158,8 +158,8 @@ def test_random_plans_differ_by_seed_only() -> None:
 
 @pytest.mark.parametrize("name", ["digits_resnet", "residual_pad_lambda", "resnext", "shared_conv"])
 def test_original_is_unchanged(name: str) -> None:
-    model, inputs = NETS[name]()
-    graph = pp.trace(model, inputs)
+    model = NETS[name]()[0]
+    graph = traced(name)
     twin = copy.deepcopy(model)
     plan = closed_plan(graph)
     frozen_plan = copy.deepcopy(plan)
@@ -192,8 +192,8 @@ def test_modes_and_frozen_weights_are_kept() -> None:
 
 @pytest.mark.parametrize("name", ["residual_projection", "bottleneck_projection", "digits_resnet"])
 def test_classes_of_a_resnet_with_projections_are_the_users_own(name: str) -> None:
-    model, inputs = NETS[name]()
-    graph = pp.trace(model, inputs)
+    model = NETS[name]()[0]
+    graph = traced(name)
     small = pp.shrink(model, graph, some_plan(graph))
     before, after = dict(model.named_modules()), dict(small.named_modules())
     assert before.keys() == after.keys()
@@ -266,7 +266,7 @@ def test_closed_block_keeps_the_modules_that_its_forward_does_not_call() -> None
 )
 def test_shrunk_model_can_be_copied(name: str, plan: Any) -> None:
     model, inputs = NETS[name]()
-    graph = pp.trace(model, inputs)
+    graph = traced(name)
     small = pp.shrink(model, graph, plan(graph))
     again = copy.deepcopy(small)
     assert torch.equal(small(*inputs), again(*inputs))
@@ -305,7 +305,7 @@ def test_batch_and_image_size_may_change_after_the_cut() -> None:
 )
 def test_recipe_survives_json(name: str, plan: Any) -> None:
     model, inputs = NETS[name]()
-    graph = pp.trace(model, inputs)
+    graph = traced(name)
     recipe = write_recipe(model, graph, plan(graph))
     text = json.dumps(recipe.to_json(), allow_nan=False)
     again = Recipe(**json.loads(text))

@@ -255,9 +255,9 @@ def test_cost_at_random_widths_is_what_torch_counts(name: str, traced: Any) -> N
 def test_price_is_what_one_channel_less_saves(traced: Any) -> None:
     _, _, graph = traced("resnet20")
     n = graph.cost.full - 3
-    for resource, part in graph.cost.parts.items():
+    for resource in ("macs", "params"):
         now = graph.cost.at(n)[resource]
-        for index, saving in enumerate(part.saving(n).tolist()):
+        for index, saving in enumerate(graph.cost.parts[resource].saving(n).tolist()):
             less = n.clone()
             less[index] -= 1
             assert now - graph.cost.at(less)[resource] == saving

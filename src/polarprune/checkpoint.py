@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from .errors import PruneError
 from .surgery import RECIPE, Recipe, apply, check_fits
+from .tape import named_tensors
 
 _KEY = "polarprune"
 _VERSION = 1
@@ -72,6 +73,9 @@ def load(path: str | Path, *, model: nn.Module) -> nn.Module:
             f"load: {path} does not fit this model: missing {missing[:3]}, unexpected "
             f"{unexpected[:3]}. Give a fresh instance of the class that was pruned."
         )
+    for name, tensor in named_tensors(small):
+        if name in tensors:
+            tensor.data = tensor.data.to(tensors[name].dtype)  # the file decides
     small.load_state_dict(tensors)
     return small
 

@@ -1,8 +1,8 @@
 """The resource model: R(n) = ½ nᵀQn + bᵀn + c over the live widths n of the groups.
 
 Exact, in whole numbers: the coefficients are read off the traced operations (MACs, as torch's own
-counter has them) and the shapes of parameters. Memory is the bytes of parameters, buffers and of
-what the merging operations put out for the example input.
+counter has them) and the shapes of parameters. Memory is the bytes of the parameters and of what
+the merging operations put out for the example input.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .groups import WHOLE, Graph
+from .rules import Contraction
 from .tape import named_tensors
 
 RESOURCES = ("macs", "params", "memory")
@@ -50,6 +51,20 @@ class Extra:
     memory: Quadratic
 
 
+@dataclass(frozen=True)
+class Output:
+    """What a merging operation puts out: bytes · Π (u·n + c), or nothing if it reads nothing."""
+
+    size: float
+    axes: list[tuple[Tensor, float]]
+    reads: list[tuple[Tensor, float]]
+
+    def __call__(self, n: Tensor) -> float:
+        if any(float(n @ u) + c == 0 for u, c in self.reads):
+            return 0.0
+        return self.size * math.prod(float(n @ u) + c for u, c in self.axes)
+
+
 class Cost:
     """What the network costs, as a function of how many channels of each group are alive."""
 
@@ -58,13 +73,16 @@ class Cost:
         self.full = torch.tensor(sizes, dtype=torch.float64)
         self.parts = dict(parts)
         self.extras: list[Extra] = []
+        self.outputs: list[Output] = []
 
     def original(self) -> dict[str, int]:
         return self.at(self.full)
 
     def at(self, n: Tensor) -> dict[str, int]:
         """MACs, params and memory (bytes) at live widths `n`."""
+        n = n.double()
         found = {key: float(part(n)) for key, part in self.parts.items()}
+        found["memory"] += sum(output(n) for output in self.outputs)
         for extra in self.extras:
             if bool((n[extra.groups] == 0).any()):
                 found["params"] -= float(extra.params(n))
@@ -129,24 +147,26 @@ def measure(model: nn.Module, graph: Graph) -> Cost:
     """The cost model of a traced network (of its first tape: the run in eval mode)."""
     macs, params, memory = _Sum(graph), _Sum(graph), _Sum(graph)
     first = set(graph.tapes[0].ops)
-    counted = set()
+    counted, outputs = set(), []
     for item in graph.contractions:
         if item.op in first:
             counted.add(item.op)
             size = math.prod(factor.numel() for factor in item.factors)
             macs.add(item.op.macs / size, item.factors)
-            memory.add(*_activation(graph, item.op.outs[0]))
+            outputs.append(_output(graph, item, memory))
     for op in graph.tapes[0].ops:
         if op.macs and op not in counted:
             macs.add(op.macs, [])
     parameters = {name for name, _ in model.named_parameters()}
     for name, tensor in named_tensors(model):
         axes = _axes(graph, name, tensor)
-        memory.add(tensor.element_size(), axes)
         if name in parameters:
             params.add(1, axes)
+            memory.add(tensor.element_size(), axes)
     parts = {"macs": macs.done(), "params": params.done(), "memory": memory.done()}
-    return Cost(list(graph.open), [g.size for g in graph.open.values()], parts)
+    cost = Cost(list(graph.open), [g.size for g in graph.open.values()], parts)
+    cost.outputs = outputs
+    return cost
 
 
 def add_extras(model: nn.Module, graph: Graph, dropped: Mapping[str, set[str]]) -> None:
@@ -158,8 +178,8 @@ def add_extras(model: nn.Module, graph: Graph, dropped: Mapping[str, set[str]]) 
         if groups:
             params, memory = _Sum(graph), _Sum(graph)
             axes = _axes(graph, name, tensor)
-            params.add(1 if name in parameters else 0, axes)
-            memory.add(tensor.element_size(), axes)
+            params.add(name in parameters, axes)
+            memory.add(tensor.element_size() * (name in parameters), axes)
             graph.cost.extras.append(Extra(torch.tensor(groups), params.done(), memory.done()))
 
 
@@ -168,9 +188,10 @@ def _axes(graph: Graph, name: str, tensor: Tensor) -> list[Tensor]:
     return [graph.axes.get(name, {}).get(axis, whole[axis]) for axis in range(tensor.dim())]
 
 
-def _activation(graph: Graph, value: object) -> tuple[float, list[Tensor]]:
-    shape = value.shape  # type: ignore[attr-defined]
-    layers = graph.values.get(value, [])  # type: ignore[call-overload]
-    axes = [layer.flatten() for layer in layers]
-    size = math.prod(axis.numel() for axis in axes)
-    return 4 * math.prod(shape) / max(size, 1), axes
+def _output(graph: Graph, item: Contraction, total: _Sum) -> Output:
+    value = item.op.outs[0]
+    axes = [layer.flatten() for layer in graph.values.get(value, [])]
+    size = value.itemsize * math.prod(value.shape) / math.prod(axis.numel() for axis in axes)
+    return Output(
+        size, [total.linear(axis) for axis in axes], [total.linear(f) for f in item.factors]
+    )

@@ -106,9 +106,12 @@ def support(layer: Tensor) -> tuple[int, ...]:
 
 def compress(layer: Tensor) -> Tensor:
     """Axes along which the labels turn out constant become axes of size 1."""
+    for axis in support(layer):  # first what is expanded, for nothing: it may be huge
+        if layer.stride(axis) == 0:
+            layer = layer.narrow(axis, 0, 1)
     for axis in support(layer):
         first = layer.narrow(axis, 0, 1)
-        if layer.stride(axis) == 0 or bool((layer == first).all()):
+        if bool((layer == first).all()):
             layer = first
     return layer
 

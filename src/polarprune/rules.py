@@ -397,7 +397,8 @@ def reduction(flow: Flow, op: Op) -> None:
 def _axes_of(op: Op, dim: int) -> set[int]:
     for position, argument in enumerate(op.func._schema.arguments):
         if argument.name in ("dim", "dims"):
-            given = op.args[position] if position < len(op.args) else op.kwargs.get(argument.name)
+            given = op.kwargs.get(argument.name, argument.default_value)
+            given = op.args[position] if position < len(op.args) else given
             if given is None or given == []:
                 break
             return {axis % dim for axis in (given if isinstance(given, (list, tuple)) else [given])}

@@ -33,6 +33,7 @@ class Value:
     shape: tuple[int, ...]
     name: str = ""  # of a parameter or buffer
     stride: tuple[int, ...] = ()
+    itemsize: int = 4
     base: Value | None = None  # what it is a view of
     data: Tensor | None = None  # kept for small integer tensors only: they may be indices
 
@@ -75,12 +76,12 @@ class _Recorder(TorchDispatchMode):
         self.broken: str | None = None  # the module in which the run failed
         self.known = WeakTensorKeyDictionary()
         for name, tensor in named_tensors(model):
-            self.known[tensor] = Value(tuple(tensor.shape), name, tensor.stride())
+            self.known[tensor] = _value(tensor, name)
 
     def value(self, tensor: Tensor) -> Value:
         found: Value | None = self.known.get(tensor)
         if found is None:
-            found = Value(tuple(tensor.shape), "", tensor.stride())
+            found = _value(tensor)
             if not tensor.is_floating_point() and not tensor.is_meta and tensor.numel() < 1_000_000:
                 found.data = tensor.detach().clone()
             self.known[tensor] = found
@@ -105,6 +106,10 @@ class _Recorder(TorchDispatchMode):
                 Op(func, named_args, named_kwargs, outs, module, _user_line(), macs)
             )
         return out
+
+
+def _value(tensor: Tensor, name: str = "") -> Value:
+    return Value(tuple(tensor.shape), name, tensor.stride(), tensor.element_size())
 
 
 @contextmanager
@@ -145,15 +150,13 @@ def untouched(model: nn.Module, training: bool | None = None) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
     if training is not None:
         model.train(training)
+    gpus = {t.device.index or 0 for _, t in named_tensors(model) if t.device.type == "cuda"}
     try:
-        with torch.random.fork_rng(), torch.no_grad():
+        with torch.random.fork_rng(sorted(gpus)), torch.no_grad():
             yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
         for module, mode in modes.items():
             module.training = mode
         for table, entries in tables:
@@ -181,7 +184,7 @@ def record(
         handles.append(module.register_forward_pre_hook(_enter(recorder, name)))
         handles.append(module.register_forward_hook(_leave(recorder), always_call=True))
     try:
-        with untouched(model, training), recorder:
+        with untouched(model, training), _open_attention(), recorder:
             recorder.tape.inputs = recorder.values((args, kwargs))
             out = model(*args, **kwargs)
     except PruneError:
@@ -203,6 +206,17 @@ def record(
             f"be compared. Let forward return what it computes."
         )
     return recorder.tape
+
+
+@contextmanager
+def _open_attention() -> Iterator[None]:
+    """Attention in eval mode takes an opaque fused path otherwise."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 def tensors_in(out: Any) -> list[Tensor]:

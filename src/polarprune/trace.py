@@ -71,6 +71,12 @@ def check_model(model: nn.Module) -> None:
             f"the model is wrapped in {name}: give polarprune the plain model (model.module) "
             f"first, and wrap it afterwards."
         )
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise PruneError(f"the model is a {name}, compiled to TorchScript: give the plain model.")
+    if any(nn.parameter.is_lazy(parameter) for parameter in model.parameters()):
+        raise PruneError(
+            "the model has lazy modules without weights: run it once on an example first."
+        )
     if is_gated(model):
         raise PruneError(
             "the model has gates already: use the Pruner that put them there, or start from a "
