@@ -17,9 +17,9 @@ import polarprune
 PACKAGE = Path(polarprune.__file__).parent
 # fmt: off
 ORDER = [
-    "errors", "tape", "labels", "rules", "groups", "spine", "cost", "rewire", "blocks", "surgery",
-    "proof", "trace", "gates", "prox", "schedule", "budget", "controls", "html", "report",
-    "pictures", "pruner", "checkpoint", "data", "demo", "cli",
+    "errors", "tape", "labels", "flow", "moves", "merges", "rules", "groups", "spine", "cost",
+    "rewire", "blocks", "surgery", "proof", "trace", "gates", "prox", "schedule", "budget",
+    "controls", "html", "report", "pictures", "pruner", "checkpoint", "demo", "cli",
 ]
 # fmt: on
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("__"))
@@ -70,7 +70,18 @@ if TYPE_CHECKING:
 def late():
     from .demo import run
 """
-    assert imported(source) == {"", "tape", "labels", "rules", "groups", "cost", "demo"}
+    assert imported(source) == {
+        "",
+        "tape",
+        "labels",
+        "flow",
+        "moves",
+        "merges",
+        "rules",
+        "groups",
+        "cost",
+        "demo",
+    }
 
 
 def test_every_module_has_its_place_in_the_order() -> None:

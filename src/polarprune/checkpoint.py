@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from .errors import PruneError
-from .surgery import RECIPE, Recipe, apply, check_fits
+from .surgery import OTHER_MODEL, RECIPE, Recipe, apply, check_shapes
 from .tape import named_tensors
 
 _KEY = "polarprune"
@@ -57,7 +57,7 @@ def load(path: str | Path, *, model: nn.Module) -> nn.Module:
     if text is None:
         raise PruneError(f"load: {path} holds no recipe; it was not written by polarprune.save.")
     recipe, aliases = _read(text, path)
-    check_fits(model, recipe)
+    check_shapes(model, recipe.shapes, OTHER_MODEL)
     small = apply(copy.deepcopy(model), recipe)
     tensors = load_file(str(path))
     tensors.update({name: tensors[same] for name, same in aliases.items()})

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .flow import Contraction
 from .groups import WHOLE, Graph
-from .rules import Contraction
 from .tape import named_tensors
 
 RESOURCES = ("macs", "params", "memory")

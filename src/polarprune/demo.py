@@ -147,7 +147,7 @@ class Demo:
         small = pruner.export()
         whole, left = pruner.graph.cost.original(), pruner.cost()
         table = [
-            _row("unpruned", baseline, whole),
+            _row("before pruning", baseline, whole),
             _row("before removal", accuracy(self.model, self.data), whole),
             _row("after removal", accuracy(small, self.data), left),
         ]

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .errors import PruneError
+from .flow import Contraction, Flow
 from .labels import Axis, Labels, support
-from .rules import Contraction, Flow
 from .tape import Op, Tape, Value
 
 if TYPE_CHECKING:

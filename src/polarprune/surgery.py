@@ -8,6 +8,7 @@ rebuilt from its original class without tracing it again.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -23,6 +24,10 @@ from .rewire import Edit, no_channel, one_channel, rewire, rewiring
 from .tape import Op, named_tensors
 
 RECIPE = "polarprune_recipe"
+OTHER_MODEL = (
+    "The recipe belongs to another model; give a fresh instance of the class and settings that "
+    "were pruned."
+)
 
 
 @dataclass
@@ -59,7 +64,7 @@ def shrink(model: nn.Module, graph: Graph, plan: Plan) -> nn.Module:
 
 def write_recipe(model: nn.Module, graph: Graph, plan: Plan) -> Recipe:
     """All decisions; `apply` has none left."""
-    _check_belongs(model, graph)
+    check_shapes(model, graph.shapes, "The graph belongs to another model; trace this one.")
     alive = graph.settle(graph.alive(plan))
     recipe = Recipe()
     for name, tensor in named_tensors(model):
@@ -82,17 +87,6 @@ def write_recipe(model: nn.Module, graph: Graph, plan: Plan) -> Recipe:
             recipe.rewired[path] = edits
     _take_out_blocks(modules, graph, recipe)
     return recipe
-
-
-def _check_belongs(model: nn.Module, graph: Graph) -> None:
-    tensors = dict(named_tensors(model))
-    for name, shape in graph.shapes.items():
-        found = tuple(tensors[name].shape) if name in tensors else "missing"
-        if found != shape:
-            raise PruneError(
-                f"{name}: expected shape {shape}, found {found}. The graph belongs to another "
-                f"model; trace this one."
-            )
 
 
 def _take_out_blocks(modules: dict[str, nn.Module], graph: Graph, recipe: Recipe) -> None:
@@ -234,7 +228,7 @@ def _incoming(path: str, graph: Graph, alive: Tensor) -> int | None:
 
 def apply(model: nn.Module, recipe: Recipe) -> nn.Module:
     """Carry out a recipe on this model, in place."""
-    check_fits(model, recipe)
+    check_shapes(model, recipe.shapes, OTHER_MODEL)
     replaced: dict[int, Tensor] = {}
     tensors = dict(named_tensors(model))
     for name, axes in recipe.slices.items():
@@ -265,15 +259,12 @@ def apply(model: nn.Module, recipe: Recipe) -> nn.Module:
     return model
 
 
-def check_fits(model: nn.Module, recipe: Recipe) -> None:
+def check_shapes(model: nn.Module, shapes: Mapping[str, Sequence[int]], remedy: str) -> None:
     tensors = dict(named_tensors(model))
-    for name, shape in recipe.shapes.items():
+    for name, shape in shapes.items():
         found = list(tensors[name].shape) if name in tensors else "missing"
-        if found != shape:
-            raise PruneError(
-                f"{name}: expected shape {shape}, found {found}. The recipe belongs to another "
-                f"model; give a fresh instance of the class and settings that were pruned."
-            )
+        if found != list(shape):
+            raise PruneError(f"{name}: expected shape {list(shape)}, found {found}. {remedy}")
 
 
 def _sliced(tensor: Tensor, axes: dict[str, list[int]]) -> Tensor:

@@ -51,6 +51,10 @@ class Op:
     macs: int = 0
 
     @property
+    def name(self) -> str:
+        return str(self.func._schema.name).split("::")[-1]
+
+    @property
     def where(self) -> str:
         return f"{self.module or 'model'} ({self.line})"
 

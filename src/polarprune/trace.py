@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from .cost import add_extras, measure
 from .errors import PruneError
+from .flow import Flow, Rule
 from .groups import WHOLE, Graph, Plan, build, follow, module_of
 from .labels import Labels
 from .proof import in_double, prove_equal
 from .rewire import BAKED, as_graph, shim
-from .rules import RULES, Flow, Rule
+from .rules import RULES, by_tag
 from .spine import hold_spine
 from .surgery import apply, dropped_with, fold, is_gated, write_recipe
 from .tape import Example, Tape, as_call, named_tensors, record
@@ -117,7 +118,7 @@ class _Look:
             return self._graph(tapes)
 
     def _graph(self, tapes: list[Tape]) -> Graph:
-        flow = Flow(Labels(), self.rules)
+        flow = Flow(Labels(), self.rules, by_tag)
         follow(tapes, flow, self._kept())
         graph = build(tapes, flow, self.held)
         graph.rewired = self.rewired
@@ -279,7 +280,7 @@ def _rewirable(model: nn.Module, graph: Graph) -> tuple[str, ...]:
     found = []
     for tape in graph.tapes:
         for op in tape.ops:
-            name = str(op.func._schema.name).split("::")[-1].lstrip("_")
+            name = op.name.lstrip("_")
             touches = any(
                 bool((units != WHOLE).any())
                 for value in (*op.inputs(), *op.outs)

@@ -1,0 +1,102 @@
+"""Labels on their way through a tape. What an operation does to them is its rule's business.
+
+A rule is a function `(flow, op) -> None` that reads the layers of the operation's inputs
+(`flow.layers`), joins or freezes labels, and sets the layers of its outputs (`flow.set`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from .labels import Labels, support
+from .tape import Op, Tape, Value
+
+Rule = Callable[["Flow", Op], None]
+
+
+@dataclass(eq=False)
+class Contraction:
+    """An operation that merges channels.
+
+    `factors` are the label vectors whose live shares scale its MACs; `sites` are the label vectors,
+    belonging to a weight, at which a gate silences the incoming channels; `makes` are the channels
+    that come out (none: a single one, which stays).
+    """
+
+    op: Op
+    factors: list[Tensor]
+    sites: list[Tensor]
+    makes: list[Tensor]
+
+
+@dataclass(eq=False)
+class Flow:
+    """Labels on their way through a tape."""
+
+    labels: Labels
+    rules: Mapping[Any, Rule]
+    default: Rule
+    contractions: list[Contraction] = field(default_factory=list)
+    baked: list[tuple[Op, Tensor]] = field(default_factory=list)  # numbers that count channels
+    wide: list[Tensor] = field(default_factory=list)  # layers that vary along several axes
+    unknown: dict[str, str] = field(default_factory=dict)  # operation -> where
+    _layers: dict[Value, list[Tensor]] = field(default_factory=dict)
+    _tensors: dict[str, list[Tensor]] = field(default_factory=dict)
+    _uniform: set[Value] = field(default_factory=set)
+    _weights: set[Value] = field(default_factory=set)  # parameters that were moved about
+
+    def run(self, tape: Tape) -> None:
+        for op in tape.ops:
+            rule = self.rules.get(op.func) or self.rules.get(op.func._overloadpacket)
+            (rule or self.default)(self, op)
+        for value in tape.outputs:
+            self.freeze(value, "part of the model's output")
+
+    def layers(self, value: Any) -> list[Tensor]:
+        if not isinstance(value, Value):
+            return []
+        if value not in self._layers:
+            self._layers[value] = self._of_tensor(value) if value.name else []
+        return self._layers[value]
+
+    def _of_tensor(self, value: Value) -> list[Tensor]:
+        if value.name not in self._tensors:
+            self._tensors[value.name] = self.labels.of_tensor(value.name, value.shape)
+        return self._tensors[value.name]
+
+    def set(self, value: Value, layers: Iterable[Tensor]) -> None:
+        kept = []
+        for layer in layers:
+            if support(layer):
+                kept.append(layer)
+                if len(support(layer)) > 1:
+                    self.wide.append(layer)
+            else:
+                self.labels.freeze(layer, "a single channel is picked out of its group")
+        self._layers[value] = kept
+
+    def on(self, value: Any, axis: int) -> Tensor | None:
+        """The layer that varies along this axis, joined along all its other axes."""
+        axis %= max(len(value.shape), 1)
+        for layer in self.layers(value):
+            if axis in support(layer):
+                return self.labels.flatten_onto(layer, (axis,)).flatten()
+        return None
+
+    def freeze(self, value: Any, reason: str) -> None:
+        for layer in self.layers(value):
+            self.labels.freeze(layer, reason)
+
+    def uniform(self, value: Any) -> bool:
+        """True for zeros, ones, noise: every channel is like every other, so any may go."""
+        return value in self._uniform
+
+    def pure(self, value: Any) -> bool:
+        """True for a parameter, moved about at most: scaling it scales what is computed with it."""
+        if value.name:
+            return ".parametrizations." not in value.name
+        return value in self._weights

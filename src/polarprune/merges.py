@@ -1,0 +1,244 @@
+"""Rules for operations that mix elements: reductions, windows, norms and contractions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from .flow import Contraction, Flow
+from .labels import along, support
+from .moves import merge
+from .tape import Op, Value
+
+# --- reductions and windows -----------------------------------------------------------------------
+
+
+def reduction(flow: Flow, op: Op) -> None:
+    """Over axes along which labels do not vary: they stay. Over whole rows: the row is the unit."""
+    source = op.args[0]
+    axes = _axes_of(op, len(source.shape))
+    kept = _left(flow, op, source, lambda axis: axis not in axes)
+    for out in op.outs:
+        if len(out.shape) == len(source.shape):
+            flow.set(out, kept)
+        else:
+            rest = tuple(axis for axis in range(len(source.shape)) if axis not in axes)
+            flow.set(out, [layer.reshape([layer.shape[axis] for axis in rest]) for layer in kept])
+
+
+def _left(flow: Flow, op: Op, source: Value, untouched: Callable[[int], bool]) -> list[Tensor]:
+    """The layers as they vary along axes that the operation does not run over."""
+    kept = []
+    for layer in flow.layers(source):
+        rest = tuple(axis for axis in support(layer) if untouched(axis))
+        if not rest:
+            flow.labels.freeze(layer, f"{op.name} mixes channels in {op.where}")
+            continue
+        if len(rest) < len(support(layer)):
+            layer = flow.labels.flatten_onto(layer, rest)
+        kept.append(layer)
+    return kept
+
+
+def _axes_of(op: Op, dim: int) -> set[int]:
+    for position, argument in enumerate(op.func._schema.arguments):
+        if argument.name in ("dim", "dims"):
+            given = op.kwargs.get(argument.name, argument.default_value)
+            given = op.args[position] if position < len(op.args) else given
+            if given is None or given == []:
+                break
+            return {axis % dim for axis in (given if isinstance(given, (list, tuple)) else [given])}
+    return set(range(dim))
+
+
+def window(flow: Flow, op: Op) -> None:
+    """Pooling, interpolation, reflection: works on each channel of (batch, channel, space...)."""
+    source = op.args[0]
+    space = _space(op)
+    kept = _left(flow, op, source, lambda axis: axis < len(source.shape) - space)
+    for out in op.outs:
+        flow.set(out, kept)
+
+
+def _space(op: Op) -> int:
+    name = op.name
+    return next(k for k in (1, 2, 3) if f"{k}d" in name)
+
+
+def glu(flow: Flow, op: Op) -> None:
+    """The first half gated by the second."""
+    source, out = op.args[0], op.outs[0]
+    axis = (op.args[1] if len(op.args) > 1 else -1) % len(source.shape)
+    kept = []
+    for layer in flow.layers(source):
+        if axis in support(layer):
+            first, second = layer.chunk(2, axis)
+            flow.labels.join(first, second)
+            layer = first
+        kept.append(layer)
+    flow.set(out, kept)
+
+
+# --- norms ----------------------------------------------------------------------------------------
+
+
+def channel_norm(flow: Flow, op: Op) -> None:
+    """Batch norm and its relatives: every channel by itself."""
+    source = op.args[0]
+    channels = flow.on(source, 1)
+    for value in op.args[1:5]:
+        vector = flow.on(value, 0) if isinstance(value, Value) else None
+        if vector is not None and channels is not None:
+            flow.labels.join(vector, channels)
+        elif vector is not None:
+            flow.labels.freeze(vector, f"normalises channels of unknown origin in {op.where}")
+    for out in op.outs:
+        if len(out.shape) == len(source.shape):
+            flow.set(out, flow.layers(source))
+        elif channels is not None and out.shape == tuple(channels.shape):
+            flow.set(out, [channels])
+
+
+def group_norm(flow: Flow, op: Op) -> None:
+    """Statistics are shared by the channels of a norm group: these go together."""
+    source, groups = op.args[0], op.args[6]
+    channels = flow.on(source, 1)
+    if channels is not None:
+        for value in op.args[1:3]:
+            vector = flow.on(value, 0) if isinstance(value, Value) else None
+            if vector is not None:
+                flow.labels.join(vector, channels)
+        rows = channels.reshape(groups, -1)
+        flow.labels.join(rows, rows[:, :1])
+        if groups == 1:
+            flow.labels.freeze(channels, f"group norm over all channels in {op.where}")
+    flow.set(op.outs[0], flow.layers(source))
+
+
+def layer_norm(flow: Flow, op: Op) -> None:
+    source = op.args[0]
+    normed = set(range(len(source.shape) - len(op.args[1]), len(source.shape)))
+    for layer in flow.layers(source):
+        if set(support(layer)) & normed:
+            flow.labels.freeze(layer, f"layer norm mixes channels in {op.where}")
+    for value in op.args[2:4]:
+        flow.freeze(value, f"layer norm mixes channels in {op.where}")
+    flow.set(op.outs[0], flow.layers(source))
+
+
+# --- contractions ---------------------------------------------------------------------------------
+
+
+def convolution(flow: Flow, op: Op) -> None:
+    source, weight, bias = op.args[:3]
+    transposed, groups = op.args[6], op.args[8]
+    incoming = flow.on(source, 1)
+    for layer in flow.layers(source):
+        if 1 not in support(layer):
+            flow.labels.freeze(layer, f"convolved along channels in {op.where}")
+    if groups == 1:
+        outgoing = _plain_convolution(flow, op, incoming, weight, transposed)
+    else:
+        outgoing = _grouped_convolution(flow, op, incoming, weight, transposed, groups)
+    shift = flow.on(bias, 0) if isinstance(bias, Value) else None
+    if shift is not None and outgoing is not None:
+        flow.labels.join(shift, outgoing)
+    out = op.outs[0]
+    flow.set(out, [] if outgoing is None else [along(outgoing, 1, len(out.shape))])
+
+
+def _plain_convolution(
+    flow: Flow, op: Op, incoming: Tensor | None, weight: Value, transposed: bool
+) -> Tensor | None:
+    inner, outer = flow.on(weight, 0 if transposed else 1), flow.on(weight, 1 if transposed else 0)
+    _meet(flow, op, incoming, inner, weight, [outer])
+    return outer
+
+
+def _grouped_convolution(
+    flow: Flow, op: Op, incoming: Tensor | None, weight: Value, transposed: bool, groups: int
+) -> Tensor | None:
+    """Depth-wise: point-wise. Else whole groups go, or the same columns of every group."""
+    lead, per_group = flow.on(weight, 0), flow.on(weight, 1)
+    width = op.args[0].shape[1] // groups
+    if lead is None or incoming is None:
+        for vector in (lead, per_group, incoming):
+            if vector is not None:
+                flow.labels.freeze(vector, f"no channels to follow in {op.where}")
+        return None
+    rows, arriving = lead.reshape(groups, -1), incoming.reshape(groups, -1)
+    out_rows = rows.shape[1] if not transposed else weight.shape[1]
+    if width == 1 or groups >= width + out_rows:
+        flow.labels.join(rows, arriving[:, :1])
+        flow.labels.join(arriving, arriving[:, :1])
+        if per_group is not None:
+            flow.labels.freeze(per_group, "width of a convolution group")
+        sites = [] if width == 1 else [lead]
+        flow.contractions.append(Contraction(op, [lead], sites, [lead]))
+        return rows[:, :1].expand(-1, out_rows).flatten() if transposed else lead
+    flow.labels.join(rows, rows[:1])
+    inner = lead if transposed else per_group
+    if inner is None:
+        flow.labels.freeze(incoming, f"no channels to follow in {op.where}")
+    else:
+        flow.labels.join(arriving, inner.reshape(groups, -1) if transposed else inner[None])
+    factors = [lead] if per_group is None else [rows[0], per_group]
+    outer = per_group if transposed else lead
+    makes = [] if outer is None else [outer]
+    flow.contractions.append(Contraction(op, factors, [] if inner is None else [inner], makes))
+    return per_group.repeat(groups) if transposed and per_group is not None else lead
+
+
+def matmul(flow: Flow, op: Op) -> None:
+    """mm, addmm, bmm, baddbmm: the last axis of one operand against the first of the other."""
+    *bias, left, right = op.args[:3] if "add" in op.name else op.args[:2]
+    out = op.outs[0]
+    dim = len(out.shape)
+    weight = right if flow.pure(right) else left
+    incoming, inner = flow.on(left, dim - 1), flow.on(right, dim - 2)
+    rows, columns = flow.on(left, dim - 2), flow.on(right, dim - 1)
+    if weight is left:
+        incoming, inner = inner, incoming
+    outer = columns if weight is right else rows
+    layers = [along(v, a, dim) for v, a in ((rows, dim - 2), (columns, dim - 1)) if v is not None]
+    batches = [flow.on(value, 0) if dim == 3 else None for value in (left, right)]
+    for batch in batches:
+        if batch is not None:
+            flow.labels.freeze(batch, f"batched product of channels in {op.where}")
+    _meet(flow, op, incoming, inner, weight, [outer])
+    other = rows if weight is right else columns
+    if other is not None and outer is not None:
+        flow.labels.freeze(other, f"product of two sets of channels in {op.where}")
+    flow.set(out, layers)
+    for value in bias:
+        for layer in flow.layers(value):
+            layer = layer.reshape((1,) * (dim - layer.dim()) + tuple(layer.shape))
+            merge(flow, list(layers), layer)
+
+
+def _meet(
+    flow: Flow,
+    op: Op,
+    incoming: Tensor | None,
+    inner: Tensor | None,
+    weight: Value,
+    outer: list[Tensor | None],
+) -> None:
+    """Incoming channels against the input axis of a weight: joined, and a place for a gate."""
+    outers = [vector for vector in outer if vector is not None]
+    if inner is None or incoming is None:
+        for vector in (inner, incoming):
+            if vector is not None:
+                reason = f"merged with a tensor that has no channels to follow in {op.where}"
+                if vector is inner:
+                    reason = f"reads channels of unknown origin (or the input) in {op.where}"
+                flow.labels.freeze(vector, reason)
+        flow.contractions.append(Contraction(op, outers, [], outers))
+        return
+    flow.labels.join(incoming, inner)
+    if not flow.pure(weight):
+        flow.labels.freeze(inner, f"merged by a computed weight in {op.where}")
+        flow.contractions.append(Contraction(op, [inner, *outers], [], outers))
+        return
+    flow.contractions.append(Contraction(op, [inner, *outers], [inner], outers))

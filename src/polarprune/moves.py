@@ -1,0 +1,275 @@
+"""Rules for operations that treat every element by itself, or only move elements about."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from . import labels as lab
+from .flow import Flow
+from .labels import along, compress, support
+from .tape import Op, Value
+
+# --- point-wise -----------------------------------------------------------------------------------
+
+
+def pointwise(flow: Flow, op: Op) -> None:
+    """Operands that vary along the same axis are joined there, element by element."""
+    operands = op.inputs()
+    dim = max((len(out.shape) for out in op.outs), default=0)
+    merged: list[Tensor] = []
+    for value in operands:
+        for layer in flow.layers(value):
+            layer = layer.reshape((1,) * (dim - layer.dim()) + tuple(layer.shape))
+            merge(flow, merged, layer)
+    for value in operands:
+        if not flow.uniform(value):
+            _check_unlabelled(flow, op, value, merged, dim)
+    for out in op.outs:
+        flow.set(out, merged)
+        if all(flow.uniform(value) for value in operands):
+            flow._uniform.add(out)
+
+
+def merge(flow: Flow, merged: list[Tensor], layer: Tensor) -> None:
+    """Join `layer` with those in `merged` that vary along an axis of its own, or add it."""
+    for i, other in enumerate(merged):
+        if set(support(other)) & set(support(layer)):
+            flow.labels.join(other, layer)
+            if len(support(layer)) > len(support(other)):
+                merged[i] = layer
+            return
+    merged.append(layer)
+
+
+def _check_unlabelled(flow: Flow, op: Op, value: Value, merged: list[Tensor], dim: int) -> None:
+    """A tensor of unknown origin that varies along a labelled axis could not be cut with it."""
+    shape = (1,) * (dim - len(value.shape)) + value.shape
+    known = {axis + dim - len(value.shape) for own in flow.layers(value) for axis in support(own)}
+    for layer in merged:
+        if any(shape[axis] > 1 and axis not in known for axis in support(layer)):
+            reason = f"meets a tensor that is no parameter and has no channels, in {op.where}"
+            flow.labels.freeze(layer, reason)
+
+
+# --- movement -------------------------------------------------------------------------------------
+
+
+def movement(flow: Flow, op: Op) -> None:
+    """Elements change place, not value: do the same to the labels."""
+    source = op.args[0]
+    results: list[list[Tensor]] = [[] for _ in op.outs]
+    for layer in flow.layers(source):
+        args = (layer.expand(source.shape), *op.args[1:])
+        args, kwargs = tree_map_only(Value, lambda value: value.data, (args, op.kwargs))
+        moved = tree_leaves(op.func(*args, **{k: v for k, v in kwargs.items() if k != "dtype"}))
+        for result, piece in zip(results, moved, strict=True):
+            result.append(compress(piece))
+    _moved(flow, op, source, results)
+
+
+def _moved(flow: Flow, op: Op, source: Value, results: list[list[Tensor]]) -> None:
+    for out, result in zip(op.outs, results, strict=True):
+        flow.set(out, result)
+        if flow.uniform(source):
+            flow._uniform.add(out)
+        if flow.pure(source):
+            flow._weights.add(out)
+
+
+def cut(flow: Flow, op: Op) -> None:
+    """slice, split_with_sizes: part of an axis, by numbers that count channels."""
+    source = op.args[0]
+    position = next(i for i, a in enumerate(op.func._schema.arguments) if a.name == "dim")
+    axis = op.args[position] if len(op.args) > position else op.kwargs.get("dim", 0)
+    axis %= len(source.shape)
+    for layer in flow.layers(source):
+        if axis in support(layer) and op.outs[0].shape[axis] != source.shape[axis]:
+            flow.baked.append((op, layer))
+            if op.name == "slice" and len(op.args) > 4 and op.args[4] != 1:
+                flow.labels.freeze(layer, f"every {op.args[4]}th channel is taken in {op.where}")
+    movement(flow, op)
+
+
+def roll(flow: Flow, op: Op) -> None:
+    """Fine along other axes; along channels the first would depend on which the last is."""
+    source = op.args[0]
+    axes = {axis % len(source.shape) for axis in (op.args[2] if len(op.args) > 2 else ())}
+    for layer in flow.layers(source):
+        if not axes or axes & set(support(layer)):
+            flow.labels.freeze(layer, f"channels are rolled in {op.where}")
+    movement(flow, op)
+
+
+def restride(flow: Flow, op: Op) -> None:
+    """as_strided: the same tensor if only axes of size 1 get other strides (channels last)."""
+    source, size, stride = op.args[:3]
+    same_place = tuple(size) == source.shape and all(
+        n == 1 or a == b for n, a, b in zip(source.shape, source.stride, stride, strict=True)
+    )
+    if same_place and len(op.args) == 3:
+        return same(flow, op)
+    flow.freeze(source, f"memory is read in another order in {op.where}")
+
+
+def same(flow: Flow, op: Op) -> None:
+    """A copy, a cast, an alias."""
+    source = op.args[0]
+    _moved(flow, op, source, [flow.layers(source) for _ in op.outs])
+
+
+def view(flow: Flow, op: Op) -> None:
+    source, out = op.args[0], op.outs[0]
+    moved = [lab.reshape(layer, source.shape, out.shape) for layer in flow.layers(source)]
+    _moved(flow, op, source, [moved])
+
+
+def split(flow: Flow, op: Op) -> None:
+    """Pieces of equal size stay of equal size, so that `chunk(2)` finds the same boundary again."""
+    source = op.args[0]
+    axis = (op.args[2] if len(op.args) > 2 else op.kwargs.get("dim", 0)) % len(source.shape)
+    movement(flow, op)
+    sizes = {out.shape[axis] for out in op.outs}
+    for layer in flow.layers(source):
+        if axis in support(layer):
+            if len(sizes) > 1:
+                flow.baked.append((op, layer))
+            else:
+                rows = layer.unflatten(axis, (len(op.outs), -1))
+                flow.labels.join(rows, rows.narrow(axis, 0, 1))
+
+
+def cat(flow: Flow, op: Op) -> None:
+    """Side by side along one axis; there, a part without labels gets labels of its own."""
+    parts = [part for part in op.args[0] if part.shape != (0,)]
+    out = op.outs[0]
+    axis = (op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)) % len(out.shape)
+    crossing: list[Tensor] = []
+    pieces = []
+    for part in parts:
+        piece = None
+        for layer in flow.layers(part):
+            if axis in support(layer):
+                piece = layer
+            else:
+                merge(flow, crossing, layer)
+        pieces.append(piece)
+    if any(piece is not None for piece in pieces):
+        crossing.append(_lay_side_by_side(flow, op, parts, pieces, axis))
+    for part in parts:
+        if not flow.uniform(part):
+            others = [layer for layer in crossing if axis not in support(layer)]
+            _check_unlabelled(flow, op, part, others, len(out.shape))
+    flow.set(out, crossing)
+
+
+def _lay_side_by_side(
+    flow: Flow, op: Op, parts: list[Value], pieces: list[Tensor | None], axis: int
+) -> Tensor:
+    laid = []
+    for part, piece in zip(parts, pieces, strict=True):
+        if piece is None:
+            piece = along(flow.labels.fresh(part.shape[axis]), axis, len(part.shape))
+            if flow.uniform(part):
+                flow.set(part, [*flow.layers(part), piece])
+            else:
+                flow.labels.freeze(piece, f"joined with channels of unknown origin in {op.where}")
+        laid.append(piece)
+    dim = len(parts[0].shape)
+    sizes = [max(piece.shape[k] for piece in laid) for k in range(dim)]
+    full = [piece.expand([-1 if k == axis else sizes[k] for k in range(dim)]) for piece in laid]
+    return torch.cat(full, axis)
+
+
+def stack(flow: Flow, op: Op) -> None:
+    """Along a new axis: the parts are joined, the new axis is whole."""
+    out = op.outs[0]
+    axis = (op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)) % len(out.shape)
+    merged: list[Tensor] = []
+    for part in op.args[0]:
+        for layer in flow.layers(part):
+            merge(flow, merged, layer)
+    for part in op.args[0]:
+        if not flow.uniform(part):
+            _check_unlabelled(flow, op, part, merged, len(part.shape))
+    flow.set(out, [layer.unsqueeze(axis) for layer in merged])
+
+
+def pad(flow: Flow, op: Op) -> None:
+    """New elements get labels of their own, which then join with whatever they meet."""
+    source, out = op.args[0], op.outs[0]
+    amounts = op.args[1]
+    moved = []
+    for layer in flow.layers(source):
+        for axis in support(layer):
+            place = 2 * (layer.dim() - 1 - axis)
+            before, after = (*amounts[place : place + 2], 0, 0)[:2]
+            if before or after:
+                if before < 0 or after < 0 or len(support(layer)) > 1:
+                    flow.labels.freeze(layer, f"padded across channels in {op.where}")
+                    continue
+                ends = [along(flow.labels.fresh(n), axis, layer.dim()) for n in (before, after)]
+                flow.baked.append((op, layer))
+                layer = torch.cat([ends[0], layer, ends[1]], axis)
+        moved.append(layer)
+    _moved(flow, op, source, [[x for x in moved if _fits(x, out.shape)]])
+
+
+def _fits(layer: Tensor, shape: tuple[int, ...]) -> bool:
+    return layer.dim() == len(shape) and all(
+        a in (1, b) for a, b in zip(layer.shape, shape, strict=True)
+    )
+
+
+def pick(flow: Flow, op: Op) -> None:
+    """Indexing by a tensor: fine along other axes, not followed along channels."""
+    source = op.args[0]
+    for layer in flow.layers(source):
+        flow.labels.freeze(layer, f"channels are picked by index in {op.where}")
+
+
+def pick_along(flow: Flow, op: Op) -> None:
+    """index_select: one axis is indexed, the others pass."""
+    source, axis = op.args[0], op.args[1] % len(op.args[0].shape)
+    kept = []
+    for layer in flow.layers(source):
+        if axis in support(layer):
+            flow.labels.freeze(layer, f"channels are picked by index in {op.where}")
+        else:
+            kept.append(layer)
+    _moved(flow, op, source, [kept])
+
+
+def embedding(flow: Flow, op: Op) -> None:
+    weight, out = op.args[0], op.outs[0]
+    vector = flow.on(weight, 1)
+    flow.set(out, [] if vector is None else [along(vector, len(out.shape) - 1, len(out.shape))])
+
+
+def create(flow: Flow, op: Op) -> None:
+    """Zeros, ones, constants, noise."""
+    flow._uniform.update(op.outs)
+
+
+def create_like(flow: Flow, op: Op) -> None:
+    """The same, as wide as another tensor."""
+    create(flow, op)
+    flow.set(op.outs[0], flow.layers(op.args[0]))
+
+
+def fill(flow: Flow, op: Op) -> None:
+    """Overwrites its target with one value or with noise; the target keeps its labels."""
+
+
+def write(flow: Flow, op: Op) -> None:
+    """copy_: a write into part of a fresh tensor labels the whole of it, where that is possible."""
+    target, source = op.args[:2]
+    pointwise(flow, op)
+    base = target.base
+    if base is None or not flow.uniform(base) or flow.layers(base):
+        return
+    if all(_fits(layer, base.shape) for layer in flow.layers(source)):
+        flow.set(base, flow.layers(source))
+    else:
+        flow.freeze(source, f"written into part of another tensor in {op.where}")
