@@ -1,5 +1,7 @@
-"""Claim: half of the MACs, set in advance and met, and removal changes no prediction. Three seeds of the demonstration; writes demo.json beside this file and
-the table in README.md. The result, hardware, versions and number of runs are in demo.json.
+"""Claim: half of the MACs, set in advance and met, and removal changes no prediction.
+
+Three seeds of the demonstration; writes demo.json (the result with hardware, versions and number of
+runs) beside this file, and the table in README.md:
 
     .venv/bin/python benchmarks/demo.py
 """
