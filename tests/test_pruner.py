@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 import polarprune as pp
+import polarprune.pruner
 
 STEPS = 12
 EXAMPLE = torch.zeros(2, 1, 8, 8)
@@ -429,3 +430,32 @@ def test_a_deep_copy_of_a_gated_model_shares_its_gates_within_and_not_without() 
     before = snapshot(pruner.model)
     train(twin, torch.optim.SGD(twin.parameters(), lr=0.1), data(1))
     assert same_state(before, snapshot(pruner.model))
+
+
+def test_where_float32_rounds_too_coarsely_the_proof_is_made_in_float64(monkeypatch) -> None:
+    """As on a GPU with TF32: the single-precision comparison fails, the double one decides."""
+    pruner = prune(digits_resnet(8), STEPS, channels=1, size=8, macs=0.5)
+    real = polarprune.pruner.prove_equal
+
+    def coarse(one: nn.Module, other: nn.Module, example: Any, tolerance: float) -> Any:
+        if next(one.parameters()).dtype == torch.float32:
+            raise pp.PruneError("rounded")
+        return real(one, other, example, tolerance)
+
+    monkeypatch.setattr(polarprune.pruner, "prove_equal", coarse)
+    pruner.export()
+    assert set(pruner.proof) == {"eval, in float64", "train, in float64"}
+    assert max(pruner.proof.values()) <= 1e-10
+
+
+def test_a_wrong_cut_is_refused_in_float64_too(monkeypatch) -> None:
+    pruner = prune(digits_resnet(8), STEPS, channels=1, size=8, macs=0.5)
+    real = polarprune.pruner.shrink
+
+    def wrong(model: nn.Module, graph: Any, plan: Any) -> nn.Module:
+        name = next(name for name, kept in plan.items() if len(kept) > 1)
+        return real(model, graph, {**plan, name: plan[name][:-1]})
+
+    monkeypatch.setattr(polarprune.pruner, "shrink", wrong)
+    with pytest.raises(pp.PruneError, match="Nothing was exported"):
+        pruner.export()

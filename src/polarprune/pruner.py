@@ -349,8 +349,8 @@ class Pruner:
         try:
             return prove_equal(self.model, small, example, 1e-5)
         except PruneError:
-            gated, double = in_double(self.model, example)
-            found = prove_equal(gated, copy.deepcopy(small).double(), double, 1e-10)
+            gated, double = in_double(self.model, example)  # cut anew: folding rounds as well
+            found = prove_equal(gated, shrink(plain(gated), self.graph, self.plan()), double, 1e-10)
             return {f"{mode}, in float64": value for mode, value in found.items()}
 
     def _check_done(self) -> None:
