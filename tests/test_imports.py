@@ -18,8 +18,8 @@ PACKAGE = Path(polarprune.__file__).parent
 # fmt: off
 ORDER = [
     "errors", "tape", "labels", "flow", "moves", "merges", "rules", "groups", "spine", "cost",
-    "rewire", "blocks", "surgery", "proof", "trace", "gates", "prox", "schedule", "budget",
-    "controls", "html", "report", "pictures", "pruner", "checkpoint", "demo", "cli",
+    "rewire", "blocks", "attention", "surgery", "proof", "trace", "gates", "prox", "schedule",
+    "budget", "controls", "html", "report", "pictures", "pruner", "checkpoint", "demo", "cli",
 ]
 # fmt: on
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("__"))

@@ -195,6 +195,8 @@ def matmul(flow: Flow, op: Op) -> None:
     *bias, left, right = op.args[:3] if "add" in op.name else op.args[:2]
     out = op.outs[0]
     dim = len(out.shape)
+    if dim == 3 and not flow.pure(left) and not flow.pure(right):
+        return _batched(flow, op, left, right, bias)
     weight = right if flow.pure(right) else left
     incoming, inner = flow.on(left, dim - 1), flow.on(right, dim - 2)
     rows, columns = flow.on(left, dim - 2), flow.on(right, dim - 1)
@@ -202,10 +204,8 @@ def matmul(flow: Flow, op: Op) -> None:
         incoming, inner = inner, incoming
     outer = columns if weight is right else rows
     layers = [along(v, a, dim) for v, a in ((rows, dim - 2), (columns, dim - 1)) if v is not None]
-    batches = [flow.on(value, 0) if dim == 3 else None for value in (left, right)]
-    for batch in batches:
-        if batch is not None:
-            flow.labels.freeze(batch, f"batched product of channels in {op.where}")
+    if dim == 3 and (batch := flow.on(left if weight is right else right, 0)) is not None:
+        flow.labels.freeze(batch, f"batched product of channels in {op.where}")
     _meet(flow, op, incoming, inner, weight, [outer])
     other = rows if weight is right else columns
     if other is not None and outer is not None:
@@ -215,6 +215,51 @@ def matmul(flow: Flow, op: Op) -> None:
         for layer in flow.layers(value):
             layer = layer.reshape((1,) * (dim - layer.dim()) + tuple(layer.shape))
             merge(flow, list(layers), layer)
+
+
+def _batched(flow: Flow, op: Op, left: Value, right: Value, bias: list[Value]) -> None:
+    """A product of two activations for every head: what is contracted goes with its whole head."""
+    out, merged = op.outs[0], list[Tensor]()
+    for value, contracted in ((left, 2), (right, 1)):
+        for layer in flow.layers(value):
+            if contracted in support(layer):
+                if 0 not in support(layer):
+                    flow.labels.freeze(layer, f"product of two sets of channels in {op.where}")
+                    continue
+                layer = flow.labels.flatten_onto(layer, (0,))
+            merge(flow, merged, layer)
+    for value in bias:
+        for layer in flow.layers(value):
+            merge(flow, merged, layer.reshape((1,) * (3 - layer.dim()) + tuple(layer.shape)))
+    _attend(flow, op, out, merged)
+
+
+def attention(flow: Flow, op: Op) -> None:
+    """softmax(q kᵀ) v for every head; heads are the units."""
+    query, key, value = op.args[:3]
+    merged: list[Tensor] = []
+    for operand in (query, key, value):
+        for layer in flow.layers(operand):
+            if 3 in support(layer):
+                if 1 not in support(layer):
+                    flow.labels.freeze(layer, f"attention over all channels in {op.where}")
+                    continue
+                layer = flow.labels.flatten_onto(layer, (1,))
+            merge(flow, merged, layer)
+    mask = op.kwargs.get("attn_mask", op.kwargs.get("attn_bias"))
+    for layer in flow.layers(mask):
+        if 1 in support(layer):
+            merge(flow, merged, layer)
+    _attend(flow, op, op.outs[0], [layer for layer in merged if support(layer) == (1,)])
+
+
+def _attend(flow: Flow, op: Op, out: Value, merged: list[Tensor]) -> None:
+    vectors = [layer.flatten() for layer in merged]
+    if len(vectors) > 2:
+        for vector in vectors[2:]:
+            flow.labels.freeze(vector, f"product of several sets of channels in {op.where}")
+    flow.contractions.append(Contraction(op, vectors[:2], [], vectors[:2]))
+    flow.set(out, merged)
 
 
 def _meet(

@@ -223,10 +223,17 @@ def _fits(layer: Tensor, shape: tuple[int, ...]) -> bool:
 
 
 def pick(flow: Flow, op: Op) -> None:
-    """Indexing by a tensor: fine along other axes, not followed along channels."""
-    source = op.args[0]
+    """Indexing by a tensor: followed along the axes behind one that is indexed alone."""
+    source, indices = op.args[0], op.args[1]
+    first_only = op.name == "index" and len(indices) == 1
+    kept = []
     for layer in flow.layers(source):
-        flow.labels.freeze(layer, f"channels are picked by index in {op.where}")
+        if first_only and 0 not in support(layer):
+            kept.append(layer.reshape((1,) * len(indices[0].shape) + tuple(layer.shape[1:])))
+        else:
+            flow.labels.freeze(layer, f"channels are picked by index in {op.where}")
+    if kept:
+        flow.set(op.outs[0], kept)
 
 
 def pick_along(flow: Flow, op: Op) -> None:

@@ -22,7 +22,7 @@ from .prox import prox_l1
 from .report import Report
 from .schedule import Schedule
 from .surgery import plain, shrink
-from .tape import Example, as_call, untouched
+from .tape import Example, as_call, open_attention, untouched
 from .trace import trace
 
 _CONTROLS = 400  # how often the host looks at the gates during a run, at most
@@ -387,7 +387,11 @@ class Pruner:
 
     def _check_macs(self, small: nn.Module, example: Example) -> None:
         args, kwargs = as_call(example)
-        with untouched(small, training=False), FlopCounterMode(display=False) as counter:
+        with (
+            untouched(small, training=False),
+            open_attention(),
+            FlopCounterMode(display=False) as counter,
+        ):
             small(*args, **kwargs)
         counted, claimed = counter.get_total_flops() // 2, self.cost()["macs"]
         if counted != claimed:

@@ -12,6 +12,7 @@ import torch
 
 from .flow import Flow, Rule
 from .merges import (
+    attention,
     channel_norm,
     convolution,
     glu,
@@ -84,7 +85,8 @@ def _table() -> dict[Any, Rule]:
         create_like: "zeros_like ones_like full_like empty_like rand_like randn_like",
         fill: "zero_ fill_ bernoulli_ uniform_ normal_ random_",
         reduction: "mean sum amax amin max min var std var_mean std_mean prod any all argmax "
-        "argmin norm linalg_vector_norm logsumexp softmax _softmax _log_softmax cumsum sort topk",
+        "argmin norm linalg_vector_norm logsumexp _safe_softmax _softmax _log_softmax cumsum "
+        "sort topk",
         window: "max_pool2d_with_indices max_pool3d_with_indices max_pool1d max_pool2d max_pool3d "
         "avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d "
         "adaptive_avg_pool1d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d "
@@ -99,6 +101,10 @@ def _table() -> dict[Any, Rule]:
         layer_norm: "native_layer_norm",
         convolution: "convolution cudnn_convolution",
         matmul: "mm addmm bmm baddbmm",
+        attention: "_scaled_dot_product_flash_attention_for_cpu "
+        "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
+        "_scaled_dot_product_cudnn_attention "
+        "_scaled_dot_product_fused_attention_overrideable",
     }
     table: dict[Any, Rule] = {}
     for rule, names in kinds.items():

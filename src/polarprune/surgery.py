@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules import batchnorm, conv, instancenorm, padding, pooling
 from torch.nn.utils import parametrize
 
+from .attention import Attention
 from .blocks import left_out, owner_of, take_out, vanishing
 from .errors import PruneError
 from .groups import Graph, Plan, module_of, stays
@@ -40,6 +41,7 @@ class Recipe:
     constants: list[str] = field(default_factory=list)  # layers with nothing to read or to make
     identities: list[str] = field(default_factory=list)  # norms and the like over no channels
     hollow: list[str] = field(default_factory=list)  # pools and the like over no channels
+    heads: dict[str, int] = field(default_factory=dict)  # attention that lost heads
     rewired: dict[str, list[Edit]] = field(default_factory=dict)  # code that bakes in widths
     vanished: dict[str, list[Edit]] = field(default_factory=dict)  # blocks with closed branches
 
@@ -125,6 +127,10 @@ _NORMS = (batchnorm._BatchNorm, instancenorm._InstanceNorm, nn.GroupNorm, nn.PRe
 
 def _describe(path: str, module: nn.Module, graph: Graph, recipe: Recipe) -> None:
     """Attributes of the modules that torch has; others read the sizes of their tensors."""
+    if isinstance(module, nn.MultiheadAttention):
+        rows = _kept_rows(path, module, recipe)
+        recipe.heads[path] = rows // module.head_dim
+        return
     changed = recipe.attributes.setdefault(path, {})
     for attribute, size in _sizes(path, module, recipe).items():
         changed[attribute] = size
@@ -136,6 +142,14 @@ def _describe(path: str, module: nn.Module, graph: Graph, recipe: Recipe) -> Non
     recipe.identities = list(dict.fromkeys(recipe.identities))
     if not changed:
         del recipe.attributes[path]
+
+
+def _kept_rows(path: str, module: nn.MultiheadAttention, recipe: Recipe) -> int:
+    """How many channels of the queries are left."""
+    packed, single = f"{path}.in_proj_weight", f"{path}.q_proj_weight"
+    if packed in recipe.slices:
+        return len(recipe.slices[packed].get("0", range(3 * module.embed_dim))) // 3
+    return len(recipe.slices.get(single, {}).get("0", range(module.embed_dim)))
 
 
 def _describe_bare_norm(path: str, module: nn.Module, width: int | None, recipe: Recipe) -> None:
@@ -241,6 +255,10 @@ def apply(model: nn.Module, recipe: Recipe) -> nn.Module:
     for path, attributes in recipe.attributes.items():
         for key, value in attributes.items():
             setattr(model.get_submodule(path), key, value)
+    for path, heads in recipe.heads.items():
+        old = model.get_submodule(path)
+        assert isinstance(old, nn.MultiheadAttention)
+        _replace(model, path, Attention(old, heads))
     for path in recipe.constants:
         _replace(model, path, Constant(model.get_submodule(path)))
     for path in recipe.identities:

@@ -188,7 +188,7 @@ def record(
         handles.append(module.register_forward_pre_hook(_enter(recorder, name)))
         handles.append(module.register_forward_hook(_leave(recorder), always_call=True))
     try:
-        with untouched(model, training), _open_attention(), recorder:
+        with untouched(model, training), open_attention(), recorder:
             recorder.tape.inputs = recorder.values((args, kwargs))
             out = model(*args, **kwargs)
     except PruneError:
@@ -213,7 +213,7 @@ def record(
 
 
 @contextmanager
-def _open_attention() -> Iterator[None]:
+def open_attention() -> Iterator[None]:
     """Attention in eval mode takes an opaque fused path otherwise."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)

@@ -1,0 +1,182 @@
+"""Attention: heads close as a unit, whatever way it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_exact import counted, difference
+from torch import Tensor, nn
+
+import polarprune as pp
+
+DIM, HEADS = 24, 4
+
+
+class Packed(nn.Module):
+    """Queries, keys and values from one matrix, as in timm."""
+
+    def __init__(self, fused: bool = True, bias: bool = False) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.fused = HEADS, DIM // HEADS, fused
+        self.qkv, self.proj = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+        self.table = nn.Parameter(torch.randn(13, HEADS)) if bias else None
+        place = torch.arange(7)
+        self.register_buffer("place", (place[:, None] - place + 6).flatten())
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(x).reshape(batch, length, 3, self.num_heads, self.head_dim)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        if self.fused:
+            x = F.scaled_dot_product_attention(q, k, v)
+        else:
+            scores = (q * self.head_dim**-0.5) @ k.transpose(-2, -1)
+            if self.table is not None:
+                near = self.table[self.place].view(7, 7, -1).permute(2, 0, 1)
+                scores = scores + near.unsqueeze(0)
+            x = scores.softmax(-1) @ v
+        return self.proj(x.transpose(1, 2).reshape(batch, length, width))
+
+
+class Separate(nn.Module):
+    """Three matrices, and fewer heads of keys and values (grouped queries)."""
+
+    def __init__(self, groups: int = HEADS) -> None:
+        super().__init__()
+        self.head, self.groups = DIM // HEADS, groups
+        self.q, self.proj = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.k, self.v = (nn.Linear(DIM, groups * self.head) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, self.head)).transpose(1, 2)
+                   for f in (self.q, self.k, self.v))  # fmt: skip
+        k, v = (t.repeat_interleave(HEADS // self.groups, 1) for t in (k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(out.transpose(1, 2).flatten(2))
+
+
+class Torch(nn.Module):
+    """nn.MultiheadAttention, called in one of its ways."""
+
+    def __init__(self, batch_first: bool, **call: Any) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(DIM, HEADS, batch_first=batch_first)
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, **self.call)[0]
+
+
+def masks() -> dict[str, Tensor]:
+    return {
+        "attn_mask": torch.ones(7, 7).triu(1).bool(),
+        "key_padding_mask": torch.tensor([[False] * 6 + [True]] * 7)[:2],
+    }
+
+
+class Block(nn.Module):
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(DIM), nn.LayerNorm(DIM)
+        self.attention = attention
+        self.mlp = nn.Sequential(nn.Linear(DIM, 40), nn.GELU(), nn.Linear(40, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+MAKERS: dict[str, Callable[[], nn.Module]] = {
+    "packed": Packed,
+    "packed, by hand": lambda: Packed(fused=False),
+    "relative position bias": lambda: Packed(fused=False, bias=True),
+    "three matrices": Separate,
+    "torch": lambda: Torch(True, need_weights=False),
+    "torch with weights": lambda: Torch(True),
+    "torch, length first": lambda: Torch(False, need_weights=False),
+    "torch with masks": lambda: Torch(True, need_weights=False, **masks()),
+}
+
+
+def start(name: str) -> tuple[pp.Pruner, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, DIM), Block(MAKERS[name]()), nn.Linear(DIM, 5)).double()
+    x = torch.randn(2, 7, 6, dtype=torch.float64)
+    pruner = pp.Pruner(model.eval(), x, lam=1.0, steps=1)
+    pruner.param_groups(lr=0.0)
+    pruner.step()
+    return pruner, x
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_heads_close_as_a_unit_and_the_export_is_exact(name: str) -> None:
+    pruner, x = start(name)
+    (heads,) = (g for g in pruner.graph.open.values() if g.size == HEADS)
+    for kept in ([0, 2], [3], [1, 2, 3]):
+        with torch.no_grad():
+            for gate in pruner.gates.values():
+                gate.alpha.uniform_(0.4, 1.5)
+            closed = [head for head in range(HEADS) if head not in kept]
+            pruner.gates[heads.name].alpha[closed] = 0
+            pruner.gates["1.mlp.0"].alpha[::3] = 0
+        small = pruner.export()
+        for training in (False, True):
+            assert difference(pruner.model, small, (x,), training=training) <= 1e-10
+        claimed = pruner.cost()
+        with torch.no_grad():
+            fast = torch.backends.mha.get_fastpath_enabled()
+            torch.backends.mha.set_fastpath_enabled(False)
+            found = counted(small, (x,))
+            torch.backends.mha.set_fastpath_enabled(fast)
+        assert found == {key: claimed[key] for key in ("macs", "params")}
+
+
+def test_a_key_head_closes_with_all_its_queries() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, DIM), Block(Separate(groups=2)), nn.Linear(DIM, 5)).double()
+    x = torch.randn(2, 7, 6, dtype=torch.float64)
+    graph = pp.trace(model.eval(), x)
+    heads = graph.open["1.attention.q"]
+    assert heads.size == 2
+    small = pp.shrink(model, graph, {heads.name: [1]})
+    assert small[1].attention.q.out_features == DIM // 2
+    assert small[1].attention.k.out_features == DIM // HEADS
+
+
+def test_all_heads_may_close_and_the_bias_stays() -> None:
+    pruner, x = start("torch")
+    with torch.no_grad():
+        pruner.gates["1.attention.attention"].alpha.zero_()
+    assert difference(pruner.model, pruner.export(), (x,), training=False) <= 1e-10
+
+
+def test_softmax_over_heads_freezes_them() -> None:
+    class Talking(Packed):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).reshape(2, 7, 3, HEADS, -1).permute(2, 0, 3, 1, 4).unbind(0)
+            weights = (q @ k.mT).softmax(1)
+            return self.proj((weights @ v).transpose(1, 2).flatten(2))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, DIM), Block(Talking()), nn.Linear(DIM, 5))
+    graph = pp.trace(model.eval(), torch.randn(2, 7, 6))
+    assert "1.attention.qkv" not in graph.open
+    assert any("mixes channels" in group.reason for group in graph.groups.values())
+
+
+def test_a_pruned_attention_is_saved_and_loaded(tmp_path: Any) -> None:
+    torch.manual_seed(0)
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, DIM), Block(Torch(True)), nn.Linear(DIM, 5)).eval()
+
+    model, x = make(), torch.randn(2, 7, 6)
+    graph = pp.trace(model, x)
+    small = pp.shrink(model, graph, {"1.attention.attention": [0, 3], "1.mlp.0": [1, 2, 5]})
+    pp.save(small, tmp_path / "small.safetensors")
+    again = pp.load(tmp_path / "small.safetensors", model=make())
+    assert torch.equal(again(x), small(x))
