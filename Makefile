@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: venv demo test check clean
+.PHONY: venv demo test check coverage clean
 
 venv: .venv/.installed
 
@@ -21,6 +21,11 @@ check: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Models of other packages, each in a process of its own; resumes where it stopped.
+coverage: venv
+	$(BIN)/python -m pip install -c constraints.txt -e ".[dev,coverage]"
+	$(BIN)/python benchmarks/coverage.py
 
 # Leaves .venv and runs/ alone.
 clean:

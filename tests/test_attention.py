@@ -59,6 +59,22 @@ class Separate(nn.Module):
         return self.proj(out.transpose(1, 2).flatten(2))
 
 
+class Rotary(Separate):
+    """Positions as rotations of the halves of a head, as in Llama."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, self.head)).transpose(1, 2)
+                   for f in (self.q, self.k, self.v))  # fmt: skip
+        angle = torch.arange(7.0, dtype=x.dtype)[:, None] * torch.ones(self.head, dtype=x.dtype)
+        q, k = (t * angle.cos() + self.turned(t) * angle.sin() for t in (q, k))
+        out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return self.proj(out.transpose(1, 2).reshape(*x.shape[:-1], -1))
+
+    def turned(self, x: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        return torch.cat([-x[..., half:], x[..., :half]], -1)
+
+
 class Torch(nn.Module):
     """nn.MultiheadAttention, called in one of its ways."""
 
@@ -95,6 +111,7 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
     "packed, by hand": lambda: Packed(fused=False),
     "relative position bias": lambda: Packed(fused=False, bias=True),
     "three matrices": Separate,
+    "rotary positions": Rotary,
     "torch": lambda: Torch(True, need_weights=False),
     "torch with weights": lambda: Torch(True),
     "torch, length first": lambda: Torch(False, need_weights=False),
@@ -180,3 +197,45 @@ def test_a_pruned_attention_is_saved_and_loaded(tmp_path: Any) -> None:
     pp.save(small, tmp_path / "small.safetensors")
     again = pp.load(tmp_path / "small.safetensors", model=make())
     assert torch.equal(again(x), small(x))
+
+
+def test_dropout_inside_attention_does_not_hide_equality() -> None:
+    class Dropping(Separate):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (f(x).unflatten(-1, (-1, self.head)).transpose(1, 2)
+                       for f in (self.q, self.k, self.v))  # fmt: skip
+            rate = 0.3 if self.training else 0.0
+            out = F.scaled_dot_product_attention(q, k, v, dropout_p=rate, enable_gqa=True)
+            return self.proj(out.transpose(1, 2).flatten(2))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, DIM), Block(Dropping(groups=2)), nn.Linear(DIM, 5))
+    graph = pp.trace(model.eval(), torch.randn(2, 7, 6))
+    assert graph.open["1.attention.q"].size == 2
+
+
+def test_a_width_that_a_module_of_the_user_remembers_is_kept_up_to_date() -> None:
+    class Remembers(nn.Module):
+        """A linear layer the other way round, as GPT-2 has it."""
+
+        def __init__(self, nx: int, nf: int) -> None:
+            super().__init__()
+            self.nf = nf
+            self.weight, self.bias = (
+                nn.Parameter(torch.randn(nx, nf)),
+                nn.Parameter(torch.randn(nf)),
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            size = (*x.size()[:-1], self.nf)
+            return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(size)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Remembers(6, 16), nn.GELU(), Remembers(16, 5))
+    x = torch.randn(2, 7, 6)
+    graph = pp.trace(model, x)
+    (group,) = graph.open.values()
+    assert group.size == 16
+    small = pp.shrink(model, graph, {group.name: [1, 4, 9]})
+    assert small[0].nf == 3 and small(x).shape == (2, 7, 5)
+    assert model[0].nf == 16

@@ -41,7 +41,10 @@ class Flow:
     rules: Mapping[Any, Rule]
     default: Rule
     contractions: list[Contraction] = field(default_factory=list)
-    baked: list[tuple[Op, Tensor]] = field(default_factory=list)  # numbers that count channels
+    # numbers that count channels: where, of which layer, along which axis
+    baked: list[tuple[Op, Tensor, int]] = field(default_factory=list)
+    # a layer that varies along several axes, and one along some of these: decided at the end
+    pending: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     wide: list[Tensor] = field(default_factory=list)  # layers that vary along several axes
     unknown: dict[str, str] = field(default_factory=dict)  # operation -> where
     _layers: dict[Value, list[Tensor]] = field(default_factory=dict)

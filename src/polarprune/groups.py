@@ -55,7 +55,7 @@ class Graph:
     shapes: dict[str, tuple[int, ...]]
     values: dict[Value, list[Tensor]] = field(repr=False)
     tapes: list[Tape] = field(repr=False)
-    baked: list[tuple[Op, Tensor]] = field(default_factory=list, repr=False)  # see Flow.baked
+    baked: dict[Op, Tensor] = field(default_factory=dict, repr=False)  # code that counts channels
     unknown: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     rewired: tuple[str, ...] = ()
@@ -114,7 +114,22 @@ def follow(tapes: Sequence[Tape], flow: Flow, keep: Iterable[tuple[str, str]]) -
             if axis.tensor == tensor:
                 labels = torch.arange(axis.start, axis.start + axis.size)
                 flow.labels.freeze(labels, f"kept whole by keep={pattern!r}")
+    _decide(flow)
     _make_rectangular(flow)
+
+
+def _decide(flow: Flow) -> None:
+    """Where labels along one axis met labels along several: join them, or keep that axis whole.
+
+    A scale for every place within a head (rotary positions, a norm of queries) would tie all heads
+    together; where heads go as a whole, the places within a head stay.
+    """
+    root = flow.labels.roots()
+    for wide, narrow in flow.pending:
+        if any(_varies(root[wide], axis) for axis in support(narrow)):
+            flow.labels.join(wide, narrow)
+        else:
+            flow.labels.freeze(narrow, "a place within a unit that goes as a whole")
 
 
 def _make_rectangular(flow: Flow) -> None:
@@ -281,7 +296,10 @@ def _graph(tapes: Sequence[Tape], flow: Flow, groups: dict[str, Group], position
         if value.name
     }
     graph = Graph(groups, axes, sites, contractions, shapes, values, list(tapes))
-    graph.baked = [(op, position[layer]) for op, layer in flow.baked]
+    for op, layer, along in flow.baked:
+        units = position[layer]
+        if bool((units != WHOLE).any()) and _varies(units, along):
+            graph.baked[op] = units
     graph.unknown = dict(flow.unknown)
     return graph
 

@@ -245,6 +245,8 @@ def attention(flow: Flow, op: Op) -> None:
                     flow.labels.freeze(layer, f"attention over all channels in {op.where}")
                     continue
                 layer = flow.labels.flatten_onto(layer, (1,))
+            if 1 in support(layer):  # a key head that serves several queries goes with all of them
+                layer = layer.repeat_interleave(query.shape[1] // layer.shape[1], 1)
             merge(flow, merged, layer)
     mask = op.kwargs.get("attn_mask", op.kwargs.get("attn_bias"))
     for layer in flow.layers(mask):

@@ -36,9 +36,12 @@ def merge(flow: Flow, merged: list[Tensor], layer: Tensor) -> None:
     """Join `layer` with those in `merged` that vary along an axis of its own, or add it."""
     for i, other in enumerate(merged):
         if set(support(other)) & set(support(layer)):
-            flow.labels.join(other, layer)
-            if len(support(layer)) > len(support(other)):
-                merged[i] = layer
+            wide, narrow = (other, layer) if other.numel() >= layer.numel() else (layer, other)
+            if set(support(narrow)) < set(support(wide)):
+                flow.pending.append((wide, narrow))
+            else:
+                flow.labels.join(wide, narrow)
+            merged[i] = wide
             return
     merged.append(layer)
 
@@ -48,7 +51,11 @@ def _check_unlabelled(flow: Flow, op: Op, value: Value, merged: list[Tensor], di
     shape = (1,) * (dim - len(value.shape)) + value.shape
     known = {axis + dim - len(value.shape) for own in flow.layers(value) for axis in support(own)}
     for layer in merged:
-        if any(shape[axis] > 1 and axis not in known for axis in support(layer)):
+        fixed = {axis for axis in support(layer) if shape[axis] > 1 and axis not in known}
+        rest = tuple(axis for axis in support(layer) if axis not in fixed)
+        if fixed and rest:  # whole rows may go, if the tensor is the same for each of them
+            flow.labels.flatten_onto(layer, rest)
+        elif fixed:
             reason = f"meets a tensor that is no parameter and has no channels, in {op.where}"
             flow.labels.freeze(layer, reason)
 
@@ -86,7 +93,7 @@ def cut(flow: Flow, op: Op) -> None:
     axis %= len(source.shape)
     for layer in flow.layers(source):
         if axis in support(layer) and op.outs[0].shape[axis] != source.shape[axis]:
-            flow.baked.append((op, layer))
+            flow.baked.append((op, layer, axis))
             if op.name == "slice" and len(op.args) > 4 and op.args[4] != 1:
                 flow.labels.freeze(layer, f"every {op.args[4]}th channel is taken in {op.where}")
     movement(flow, op)
@@ -134,7 +141,7 @@ def split(flow: Flow, op: Op) -> None:
     for layer in flow.layers(source):
         if axis in support(layer):
             if len(sizes) > 1:
-                flow.baked.append((op, layer))
+                flow.baked.append((op, layer, axis))
             else:
                 rows = layer.unflatten(axis, (len(op.outs), -1))
                 flow.labels.join(rows, rows.narrow(axis, 0, 1))
@@ -210,7 +217,7 @@ def pad(flow: Flow, op: Op) -> None:
                     flow.labels.freeze(layer, f"padded across channels in {op.where}")
                     continue
                 ends = [along(flow.labels.fresh(n), axis, layer.dim()) for n in (before, after)]
-                flow.baked.append((op, layer))
+                flow.baked.append((op, layer, axis))
                 layer = torch.cat([ends[0], layer, ends[1]], axis)
         moved.append(layer)
     _moved(flow, op, source, [[x for x in moved if _fits(x, out.shape)]])

@@ -20,9 +20,13 @@ class _NoDropout(TorchFunctionMode):
     """Dropout draws as many numbers as there are elements: off, so that two sizes compare."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func in _DROPOUTS:
-            return args[0] if args else (kwargs or {})["input"]
-        return func(*args, **(kwargs or {}))
+            return args[0] if args else kwargs["input"]
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs = {**kwargs, **({"dropout_p": 0.0} if "dropout_p" in kwargs else {})}
+        return func(*args, **kwargs)
 
 
 _DROPOUTS = {

@@ -132,6 +132,8 @@ def _describe(path: str, module: nn.Module, graph: Graph, recipe: Recipe) -> Non
         recipe.heads[path] = rows // module.head_dim
         return
     changed = recipe.attributes.setdefault(path, {})
+    if not type(module).__module__.startswith("torch.nn."):
+        changed.update(_numbers(path, module, recipe))
     for attribute, size in _sizes(path, module, recipe).items():
         changed[attribute] = size
         if size == 0 and isinstance(module, (conv._ConvNd, nn.Linear)):
@@ -142,6 +144,23 @@ def _describe(path: str, module: nn.Module, graph: Graph, recipe: Recipe) -> Non
     recipe.identities = list(dict.fromkeys(recipe.identities))
     if not changed:
         del recipe.attributes[path]
+
+
+def _numbers(path: str, module: nn.Module, recipe: Recipe) -> dict[str, int]:
+    """Whole numbers that a user's module holds and that are a width of its own parameters.
+
+    Taken only where a number stands for one new width; the trial in `trace` has the last word.
+    """
+    widths: dict[int, set[int]] = {}
+    for name in module._parameters:
+        stem = f"{path}.{name}" if path else name
+        for axis, kept in recipe.slices.get(stem, {}).items():
+            widths.setdefault(recipe.shapes[stem][int(axis)], set()).add(len(kept))
+    return {
+        key: next(iter(widths[value]))
+        for key, value in vars(module).items()
+        if type(value) is int and len(widths.get(value, ())) == 1
+    }
 
 
 def _kept_rows(path: str, module: nn.MultiheadAttention, recipe: Recipe) -> int:

@@ -198,9 +198,7 @@ def _prove(look: _Look, graph: Graph) -> Graph:
 def _unbake(look: _Look, graph: Graph) -> Graph:
     """Code that counts channels is re-emitted, or its channels stay: a trial is no proof here."""
     modules = dict(look.model.named_modules())
-    for op, units in graph.baked:
-        if not bool((units != WHOLE).any()):
-            continue
+    for op, units in graph.baked.items():
         if _is_users(modules[op.module]) and as_graph(modules[op.module]) is not None:
             look.rewired = tuple(dict.fromkeys((*look.rewired, op.module)))
         else:
