@@ -8,7 +8,7 @@ rebuilt from its original class without tracing it again.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -101,13 +101,24 @@ def _take_out_blocks(modules: dict[str, nn.Module], graph: Graph, recipe: Recipe
 
 def dropped_with(model: nn.Module, graph: Graph, group: str) -> set[str]:
     """Tensors that go when a group closes entirely, though their own channels stay."""
-    recipe = write_recipe(model, graph, {group: []})
+    alive = graph.settle(graph.alive({group: []}))
+
+    def left(name: str, axes: Iterable[int]) -> bool:
+        found = graph.axes.get(name, {})
+        return all(bool(stays(found[axis], alive).any()) for axis in axes if axis in found)
+
+    silent = {
+        module_of(name)
+        for name, sites in graph.sites.items()
+        if not left(name, sites) and left(name, graph.axes[name].keys() - sites.keys())
+    }
     modules = dict(model.named_modules(remove_duplicate=False))
     gone: set[str] = set()
-    for path, edits in recipe.vanished.items():
-        gone |= left_out(path, modules[path], edits)
-    gone -= {*recipe.constants, *recipe.identities}
-    return {name for name, _ in named_tensors(model) if module_of(name) in gone}
+    for path in dict.fromkeys(owner_of(layer, modules) for layer in sorted(silent)):
+        edits = vanishing(path, modules[path], graph, silent)
+        gone |= left_out(path, modules[path], edits) if edits else set()
+    names = [name for name, _ in named_tensors(model) if gone and module_of(name) in gone]
+    return {name for name in names if left(name, graph.axes.get(name, {}))}
 
 
 def _makes_something(path: str, recipe: Recipe) -> bool:
