@@ -83,7 +83,8 @@ class Budget:
 
     def check_reachable(self) -> None:
         """Refuse a budget that no choice of widths can meet."""
-        lowest = self.cost.share(self.lowest_widths())
+        n = self.lowest_widths()
+        lowest = {key: float(self.cost.parts[key](n)) / self.whole[key] for key in self.limits}
         bad = [
             f"{key}={limit} (the lowest is {math.ceil(lowest[key] * 1e4) / 1e4:.4f})"
             for key, limit in self.limits.items()

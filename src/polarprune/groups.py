@@ -69,6 +69,11 @@ class Graph:
     def units(self) -> int:
         return sum(group.size for group in self.open.values())
 
+    @property
+    def owners(self) -> list[str]:
+        """The group of every open unit."""
+        return [name for name, group in self.open.items() for _ in range(group.size)]
+
     def alive(self, plan: Plan) -> Tensor:
         """One truth value a unit, from a plan; groups it does not name stay whole."""
         alive = torch.ones(self.units, dtype=torch.bool, device="cpu")

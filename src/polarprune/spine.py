@@ -23,7 +23,7 @@ def hold_spine(graph: Graph) -> None:
 
 def _ways(graph: Graph, tape: Tape) -> list[Way]:
     """For each output the smallest set of groups that it needs."""
-    names = _unit_names(graph)
+    names = graph.owners
     merging = {item.op for item in graph.contractions}
     best: dict[tuple[Value, str], Way] = {(value, ""): frozenset() for value in tape.inputs}
     for op in tape.ops:
@@ -66,7 +66,3 @@ def _options(graph: Graph, names: list[str], value: Value) -> list[str]:
         return [""]
     units = {unit for layer in layers for unit in layer.unique().tolist()}
     return list(dict.fromkeys("" if unit == WHOLE else names[unit] for unit in units))
-
-
-def _unit_names(graph: Graph) -> list[str]:
-    return [name for name, group in graph.open.items() for _ in range(group.size)]

@@ -77,7 +77,7 @@ def write_recipe(model: nn.Module, graph: Graph, plan: Plan) -> Recipe:
                 recipe.slices.setdefault(name, {})[str(axis)] = kept.nonzero().flatten().tolist()
     modules = dict(model.named_modules(remove_duplicate=False))
     for path in dict.fromkeys(module_of(name) for name in recipe.slices):
-        _describe(path, modules[path], graph, recipe)
+        _describe(path, modules[path], recipe)
     for path, module in modules.items():
         if isinstance(module, _SPATIAL) and _meets_nothing(path, graph, alive):
             recipe.hollow.append(path)
@@ -136,7 +136,7 @@ _SPATIAL = (
 _NORMS = (batchnorm._BatchNorm, instancenorm._InstanceNorm, nn.GroupNorm, nn.PReLU)
 
 
-def _describe(path: str, module: nn.Module, graph: Graph, recipe: Recipe) -> None:
+def _describe(path: str, module: nn.Module, recipe: Recipe) -> None:
     """Attributes of the modules that torch has; others read the sizes of their tensors."""
     if isinstance(module, nn.MultiheadAttention):
         rows = _kept_rows(path, module, recipe)
@@ -239,9 +239,9 @@ def _sizes(path: str, module: nn.Module, recipe: Recipe) -> dict[str, int]:
 
 def _groups(groups: int, width: int, kept: list[int]) -> int:
     """How many convolution groups are left: whole ones go, or the same columns of each."""
+    left = set(kept)
     whole = all(
         len({index in left for index in range(g * width, (g + 1) * width)}) == 1
-        for left in [set(kept)]
         for g in range(groups)
     )
     return len(kept) // width if whole else groups

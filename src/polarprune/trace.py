@@ -198,11 +198,11 @@ def _prove(look: _Look, graph: Graph) -> Graph:
 def _unbake(look: _Look, graph: Graph) -> Graph:
     """Code that counts channels is re-emitted, or its channels stay: a trial is no proof here."""
     modules = dict(look.model.named_modules())
+    names = graph.owners
     for op, units in graph.baked.items():
         if _is_users(modules[op.module]) and as_graph(modules[op.module]) is not None:
             look.rewired = tuple(dict.fromkeys((*look.rewired, op.module)))
         else:
-            names = [name for name, group in graph.open.items() for _ in range(group.size)]
             for unit in set(units.flatten().tolist()) - {WHOLE}:
                 look.held[names[unit]] = f"code that counts channels, in {op.where}"
     return look() if look.rewired or look.held else graph
