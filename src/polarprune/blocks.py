@@ -9,6 +9,7 @@ statistics: the mean is the value, the variance is zero.
 
 from __future__ import annotations
 
+import copy
 import operator
 from typing import Any
 
@@ -17,8 +18,10 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules import batchnorm
 
+from .emit import decode, encode
 from .groups import Graph
-from .rewire import Edit, as_graph
+
+Edit = dict[str, Any]
 
 _ADD = (operator.add, operator.iadd, torch.add, "add", "add_")
 _SAME_MODULES = (
@@ -27,6 +30,33 @@ _SAME_MODULES = (
 )  # fmt: skip
 _SAME = (F.relu, F.relu6, F.silu, F.gelu, F.hardswish, F.leaky_relu, F.elu, F.mish, torch.relu,
          torch.sigmoid, torch.tanh, "relu", "relu_", "sigmoid", "tanh")  # fmt: skip
+
+
+class _Shallow(fx.Tracer):
+    """Layers are opaque, and a chunk gives its pieces, so that `list(x.chunk(2))` works."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return type(m).forward is not nn.Sequential.forward
+
+    def create_proxy(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> Any:
+        proxy: Any = super().create_proxy(kind, target, *args, **kwargs)
+        pieces = proxy.node.args[1] if target in ("chunk", torch.chunk) else None
+        return tuple(proxy[i] for i in range(pieces)) if isinstance(pieces, int) else proxy
+
+
+def as_graph(module: nn.Module) -> fx.Graph | None:
+    """The module's forward as a graph, or None if it cannot be written down without an example."""
+    if "forward" in vars(module):
+        return None  # replaced by the user; fx would read the one of the class
+    double, graphs = copy.copy(module), []  # what forward remembers must not end up in the module
+    try:
+        for double.training in (True, False):
+            graphs.append(_Shallow().trace(double))
+    except Exception:  # whatever the user's code does with a proxy
+        return None
+    if str(graphs[0]) != str(graphs[1]):
+        return None  # train and eval mode take different ways
+    return graphs[0]
 
 
 def owner_of(path: str, modules: dict[str, nn.Module]) -> str:
@@ -39,16 +69,16 @@ def owner_of(path: str, modules: dict[str, nn.Module]) -> str:
 
 def vanishing(path: str, module: nn.Module, graph: Graph, silent: set[str]) -> list[Edit]:
     """Edits that take branches out of a module, given the layers in it that read no channel."""
-    found = as_graph(module)
+    found = graph.rewired[path].only if path in graph.rewired else as_graph(module)
     if found is None or not _adds_are_plain(path, graph):
         return []
     constant: set[fx.Node] = set()
     sources = []
-    for node in found.graph.nodes:
+    for node in found.nodes:
         if node.op == "call_module" and _join(path, node.target) in silent:
             constant.add(node)
             sources.append(node)
-        elif _keeps_constant(found, node) and set(node.all_input_nodes) <= constant:
+        elif _keeps_constant(module, node) and set(node.all_input_nodes) <= constant:
             constant.add(node)
     ends = [node for node in constant if any(user not in constant for user in node.users)]
     if not all(_is_added(user, constant) for end in ends for user in end.users):
@@ -76,11 +106,11 @@ def _adds_are_plain(path: str, graph: Graph) -> bool:
     )
 
 
-def _keeps_constant(graph: fx.GraphModule, node: fx.Node) -> bool:
+def _keeps_constant(module: nn.Module, node: fx.Node) -> bool:
     if not node.all_input_nodes:
         return False
     if node.op == "call_module":
-        return isinstance(graph.get_submodule(str(node.target)), _SAME_MODULES)
+        return isinstance(module.get_submodule(str(node.target)), _SAME_MODULES)
     return node.op in ("call_function", "call_method") and node.target in _SAME
 
 
@@ -92,35 +122,37 @@ def _is_added(node: fx.Node, constant: set[fx.Node]) -> bool:
     return node.target in _ADD and len(node.args) == 2 and len(others) == 1 and not node.kwargs
 
 
-def take_out(graph: fx.GraphModule, edits: list[Edit]) -> None:
-    """Carry out the edits of `vanishing`; what only fed the branch goes with it."""
-    nodes = {node.name: node for node in graph.graph.nodes}
+def take_out(graph: fx.Graph, edits: list[Edit]) -> set[str]:
+    """Carry out the edits of `vanishing`; gives the children that are not called any more."""
+    nodes = {node.name: node for node in graph.nodes}
     idle = {node for node in nodes.values() if not node.users}
+    before = {str(node.target) for node in nodes.values() if node.op == "call_module"}
     for edit in edits:
         node = nodes[edit["node"]]
         if "vector" in edit:
             node.args = ()
         else:
-            with graph.graph.inserting_after(node):
-                vector = graph.graph.call_function(one_point, (node,))
+            with graph.inserting_after(node):
+                vector = graph.call_function(one_point, (node,))
             for user in [user for user in node.users if user.target in _ADD]:
                 user.op, user.target = "call_function", operator.add
                 user.replace_input_with(node, vector)
-    for node in reversed(list(graph.graph.nodes)):
+    for node in reversed(list(graph.nodes)):
         if not node.users and node not in idle and node.op not in ("placeholder", "output"):
-            graph.graph.erase_node(node)
-    called = {node.target for node in graph.graph.nodes if node.op == "call_module"}
-    for target in {n.target for n in nodes.values() if n.op == "call_module"} - called:
-        graph.delete_submodule(str(target))
+            graph.erase_node(node)
+    return before - {str(node.target) for node in graph.nodes if node.op == "call_module"}
 
 
-def left_out(path: str, module: nn.Module, edits: list[Edit]) -> set[str]:
+def left_out(path: str, module: nn.Module, graph: Graph, edits: list[Edit]) -> set[str]:
     """The modules that go with the branches."""
-    graph = as_graph(module)
-    assert graph is not None, "edits were made for it"
-    before = {name for name, _ in graph.named_modules()}
-    take_out(graph, edits)
-    return {_join(path, name) for name in before - {name for name, _ in graph.named_modules()}}
+    found = decode(encode(graph.rewired[path])).only if path in graph.rewired else as_graph(module)
+    assert found is not None, "edits were made for it"
+    gone = take_out(found, edits)
+    return {
+        _join(path, name)
+        for name, _ in module.named_modules()
+        if any(name == target or name.startswith(f"{target}.") for target in gone)
+    }
 
 
 def one_point(x: torch.Tensor) -> torch.Tensor:

@@ -53,7 +53,7 @@ class Flow:
     _weights: set[Value] = field(default_factory=set)  # parameters that were moved about
 
     def run(self, tape: Tape) -> None:
-        for op in _that_matter(tape):
+        for op in that_matter(tape):
             rule = self.rules.get(op.func) or self.rules.get(op.func._overloadpacket)
             (rule or self.default)(self, op)
         for value in tape.outputs:
@@ -105,7 +105,7 @@ class Flow:
         return value in self._weights
 
 
-def _that_matter(tape: Tape) -> list[Op]:
+def that_matter(tape: Tape) -> list[Op]:
     """Operations that an output depends on, and those that write into something."""
     needed, found = set(tape.outputs), []
     for op in reversed(tape.ops):

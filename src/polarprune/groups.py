@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from .emit import Emission
 from .errors import PruneError
 from .flow import Contraction, Flow
 from .labels import Axis, Labels, support
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from .cost import Cost
 
 Plan = dict[str, list[int]]
+Place = tuple[int, int, int]  # operation in a module, tensor of it, axis
 WHOLE = -1  # stands for "belongs to no open group" in a vector of units
 
 
@@ -56,9 +59,12 @@ class Graph:
     values: dict[Value, list[Tensor]] = field(repr=False)
     tapes: list[Tape] = field(repr=False)
     baked: dict[Op, Tensor] = field(default_factory=dict, repr=False)  # code that counts channels
+    fillings: set[Value] = field(default_factory=set, repr=False)  # zeros, ones, noise
     unknown: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    rewired: tuple[str, ...] = ()
+    # module -> attributes of it that hold a width, and where in the module that width occurs
+    numbers: dict[str, dict[str, Place]] = field(default_factory=dict, repr=False)
+    rewired: dict[str, Emission] = field(default_factory=dict, repr=False)  # re-emitted code
     cost: Cost = field(default=None, repr=False)  # type: ignore[assignment]
 
     @property
@@ -101,8 +107,63 @@ class Graph:
                 return alive
             alive = alive & useful
 
+    @cached_property
+    def _ops(self) -> dict[str, list[Op]]:
+        found: dict[str, list[Op]] = {}
+        for op in (op for tape in self.tapes for op in tape.ops):
+            found.setdefault(op.module, []).append(op)
+        return found
+
+    def ops_in(self, path: str) -> list[Op]:
+        """The operations that a module performs itself, not by its children."""
+        return self._ops.get(path, [])
+
+    def width(self, path: str, place: Place, alive: Tensor) -> int:
+        """How wide a tensor inside a module is."""
+        number, tensor, axis = place
+        value = _tensors(self.ops_in(path)[number])[tensor]
+        kept = self.kept(value, axis, alive)
+        return value.shape[axis] if kept is None else int(kept.sum())
+
+    def places(self, path: str, size: int) -> list[Place]:
+        """Where in a module a tensor has this width and open channels."""
+        return [
+            (number, tensor, axis)
+            for number, op in enumerate(self.ops_in(path))
+            for tensor, value in enumerate(_tensors(op))
+            for axis, width in enumerate(value.shape)
+            if width == size and self._is_open(value, axis)
+        ]
+
+    def _is_open(self, value: Value, axis: int) -> bool:
+        return any(
+            units.shape[axis] > 1 and bool((units != WHOLE).any())
+            for units in self.values.get(value, [])
+        )
+
+    def kept(self, value: Value, axis: int, alive: Tensor) -> Tensor | None:
+        """Which indices along an axis of a tensor stay, or None if no label varies along it."""
+        for units in self.values.get(value, []):
+            if units.shape[axis] > 1:
+                return stays(units, alive).movedim(axis, 0).reshape(units.shape[axis], -1).any(1)
+        return None
+
+    def shape(self, value: Value, alive: Tensor) -> tuple[int, ...] | None:
+        """What is left of its shape; None for fillings, which are as wide as they must be."""
+        if value in self.fillings and not self.values.get(value):
+            return None
+        kept = [self.kept(value, axis, alive) for axis in range(len(value.shape))]
+        return tuple(
+            size if left is None else int(left.sum())
+            for size, left in zip(value.shape, kept, strict=True)
+        )
+
     def __str__(self) -> str:
         return table(self)
+
+
+def _tensors(op: Op) -> list[Value]:
+    return [*op.inputs(), *op.outs]
 
 
 def stays(units: Tensor, alive: Tensor) -> Tensor:
@@ -305,7 +366,7 @@ def _graph(tapes: Sequence[Tape], flow: Flow, groups: dict[str, Group], position
         units = position[layer]
         if bool((units != WHOLE).any()) and _varies(units, along):
             graph.baked[op] = units
-    graph.unknown = dict(flow.unknown)
+    graph.unknown, graph.fillings = dict(flow.unknown), set(flow._uniform)
     return graph
 
 

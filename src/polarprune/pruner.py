@@ -23,7 +23,7 @@ from .report import Report
 from .schedule import Schedule
 from .surgery import plain, shrink
 from .tape import Example, as_call, open_attention, untouched
-from .trace import trace
+from .trace import survey
 
 _CONTROLS = 400  # how often the host looks at the gates during a run, at most
 _BINS = 20
@@ -60,7 +60,7 @@ class Pruner:
         self.model, self.example = model, example_inputs
         self.lam, self.steps, self.schedule = lam, steps, schedule
         self.multiple_of = multiple_of
-        self.graph: Graph = trace(model, example_inputs, keep=keep)
+        self.graph: Graph = survey(model, example_inputs, keep=keep, numbers=True)
         _check_prunable(self.graph)
         self.budget = Budget(self.graph, limits or {"macs": 0.0}, multiple_of)
         if limits:

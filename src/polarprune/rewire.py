@@ -1,13 +1,12 @@
 """Modules whose Python code bakes in widths: their forward is re-emitted with other numbers.
 
-`F.pad(x, (0, 0, 0, 0, 8, 8))`, `x.split(self.c, 1)`, `x[:, :16]` do not follow when channels go.
-Such a module is traced by torch.fx (its children stay opaque), the numbers are computed anew from
-the labels, and the result keeps the module's children and the names of its parameters.
+`F.pad(x, (0, 0, 0, 0, 8, 8))`, `x.split(self.c, 1)`, `x.reshape(b, n, c)` do not follow when
+channels go. Such a module is written down as a graph (`emit`), its numbers are computed anew from
+the labels, and the module stays what it is in everything else.
 """
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -16,48 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from .groups import Graph, stays
-from .tape import Mark, Value
-
-Edit = dict[str, Any]
-
-
-class _Shallow(fx.Tracer):
-    """Layers are opaque, and a split gives its pieces, so that `list(x.chunk(2))` works."""
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return type(m).forward is not nn.Sequential.forward
-
-    def create_proxy(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> Any:
-        proxy: Any = super().create_proxy(kind, target, *args, **kwargs)
-        pieces = None
-        if target in ("chunk", torch.chunk):
-            pieces = _argument(proxy.node, 1, "chunks")
-        elif target in ("split", "split_with_sizes", torch.split):
-            sizes = _argument(proxy.node, 1, "split_size", ())
-            pieces = len(sizes) if isinstance(sizes, (tuple, list)) else None
-        return tuple(proxy[i] for i in range(pieces)) if isinstance(pieces, int) else proxy
+from .emit import Emission, decode, encode, no_channel, one_channel
+from .groups import Graph
+from .tape import Mark, Tape, Value
 
 
-def as_graph(module: nn.Module) -> fx.GraphModule | None:
-    """The module's forward as a graph, or None if it cannot be written down as one."""
-    if "forward" in vars(module):
-        return None  # replaced by the user; fx would read the one of the class
-    double, graphs = copy.copy(module), []  # what forward remembers must not end up in the module
-    try:
-        for double.training in (True, False):
-            graphs.append(_Shallow().trace(double))
-    except Exception:  # whatever the user's code does with a proxy
-        return None
-    if str(graphs[0]) != str(graphs[1]):
-        return None  # train and eval mode take different ways
-    return fx.GraphModule(module, graphs[0], type(module).__name__)
-
-
-def shim(module: nn.Module, mark: Mark) -> Callable[..., Any]:
+def shim(module: nn.Module, mark: Mark, emission: Emission) -> Callable[..., Any]:
     """A forward that computes the same, node by node, and marks what each node gave."""
-    graph = as_graph(module)
-    assert graph is not None, "only modules that can be written as a graph are shimmed"
 
     class Marking(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
@@ -65,150 +29,193 @@ def shim(module: nn.Module, mark: Mark) -> Callable[..., Any]:
             mark(n.name, result)
             return result
 
-    return lambda *args, **kwargs: Marking(graph).run(*_positional(graph, args, kwargs))
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        graph = emission.graphs["train" if module.training else "eval"]
+        return Marking(module, graph=graph).run(*emission.leaves(args, kwargs))
+
+    return forward
 
 
-def _positional(graph: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    values = list(args)
-    for node in [n for n in graph.graph.nodes if n.op == "placeholder"][len(args) :]:
-        if node.target in kwargs:
-            values.append(kwargs[node.target])
-        elif node.args:
-            values.append(node.args[0])
-    return values
-
-
-def rewiring(module: nn.Module, path: str, graph: Graph, alive: Tensor) -> list[Edit]:
-    """The edits that this module's graph needs for the given live units."""
-    found = as_graph(module)
-    if found is None:
-        return []
-    edits = []
-    for node in found.graph.nodes:
-        handler = _HANDLERS.get(node.target) if node.op.startswith("call_") else None
-        if handler:
-            edit = handler(node, _Sight(graph, path, alive))
-            if edit is not None:
-                edits.append({"node": node.name, **edit})
-    return edits
+def rewiring(path: str, graph: Graph, alive: Tensor) -> dict[str, Any] | None:
+    """The module's graphs with the numbers that these live units need, as plain data."""
+    emission = decode(encode(graph.rewired[path]))
+    changed = False
+    for mode, tape in zip(("eval", "train"), graph.tapes, strict=False):
+        sight = _Sight(graph, path, alive, tape)
+        for node in list(emission.graphs[mode].nodes):
+            handler = _HANDLERS.get(node.target) if node.op.startswith("call_") else None
+            changed |= handler(node, sight) if handler and sight.values(node) else False
+        changed |= _keep_scales(emission.graphs[mode], sight)
+    if len(graph.tapes) == 1:  # train mode did not run on the example
+        emission.graphs["train"] = emission.graphs["eval"]
+    return encode(emission) if changed else None
 
 
 class _Sight:
-    """How many channels are left where, for the nodes of one module."""
+    """How many channels are left where, for the nodes of one module in one run."""
 
-    def __init__(self, graph: Graph, path: str, alive: Tensor) -> None:
-        self.graph, self.path, self.alive = graph, path, alive
+    def __init__(self, graph: Graph, path: str, alive: Tensor, tape: Tape) -> None:
+        self.graph, self.path, self.alive, self.tape = graph, path, alive, tape
 
     def values(self, node: Any) -> list[Value]:
-        for tape in self.graph.tapes:
-            if (self.path, node.name) in tape.marks:
-                return tape.marks[self.path, node.name]
-        return []
+        return self.tape.marks.get((self.path, node.name), [])
+
+    def number(self, node: fx.Node) -> Any:
+        return self.tape.numbers.get((self.path, node.name))
 
     def kept(self, value: Value, axis: int) -> Tensor | None:
-        """Which indices along an axis stay, or None if no label varies along it."""
-        for units in self.graph.values.get(value, []):
-            if units.shape[axis] > 1:
-                return stays(units, self.alive).movedim(axis, 0).flatten(1).any(1)
-        return None
+        return self.graph.kept(value, axis, self.alive)
 
     def size(self, value: Value, axis: int) -> int:
         kept = self.kept(value, axis)
         return value.shape[axis] if kept is None else int(kept.sum())
 
+    def changed(self, value: Value, axis: int) -> bool:
+        return self.size(value, axis) != value.shape[axis]
 
-def _pad(node: fx.Node, sight: _Sight) -> Edit | None:
+
+# --- nodes that are given widths ------------------------------------------------------------------
+
+
+def _pad(node: fx.Node, sight: _Sight) -> bool:
     (out,) = sight.values(node)
     amounts = list(_argument(node, 1, "pad"))
+    new = padding(sight.graph, sight.alive, out, amounts)
+    rest = {key: value for key, value in node.kwargs.items() if key != "pad"}
+    node.args, node.kwargs = (node.args[0], tuple(new), *node.args[2:]), rest
+    return new != amounts
+
+
+def padding(graph: Graph, alive: Tensor, out: Value, amounts: list[int]) -> list[int]:
+    """How many of the padded channels are left, before and after."""
     new = list(amounts)
     for place in range(0, len(amounts), 2):
-        axis = len(out.shape) - 1 - place // 2
-        kept = sight.kept(out, axis)
+        kept = graph.kept(out, len(out.shape) - 1 - place // 2, alive)
         before, after = amounts[place : place + 2]
         if kept is not None and (before or after):
             new[place] = int(kept[:before].sum())
             new[place + 1] = int(kept[len(kept) - after :].sum())
-    return {"pad": new} if new != amounts else None
+    return new
 
 
-def _shape(node: fx.Node, sight: _Sight) -> Edit | None:
-    """Sizes of a view that are written as numbers, or computed by a rule that no longer holds."""
+def _shape(node: fx.Node, sight: _Sight) -> bool:
+    """Sizes that are written as numbers, or computed by a rule that no longer holds."""
     (out,) = sight.values(node)
-    new = {
-        axis: sight.size(out, axis)
-        for axis in range(len(out.shape))
-        if sight.size(out, axis) != out.shape[axis]
-    }
-    given = _shape_arguments(node)
-    new = {axis: size for axis, size in new.items() if axis < len(given) and given[axis] != -1}
-    return {"shape": {str(axis): size for axis, size in new.items()}} if new else None
+    lead = 0 if node.target in _FILLINGS else 1
+    first = _argument(node, lead, "size" if lead == 0 or "new" in str(node.target) else "shape", ())
+    shape = list(first) if isinstance(first, (tuple, list)) else list(node.args[lead:])
+    more = [] if shape == list(node.args[lead:]) else node.args[lead + 1 :]
+    axes = [k for k in range(len(shape)) if shape[k] != -1 and sight.changed(out, k)]
+    for axis in axes:
+        shape[axis] = sight.size(out, axis)
+    if axes:
+        rest = {k: v for k, v in node.kwargs.items() if k not in ("size", "shape")}
+        node.args, node.kwargs = (*node.args[:lead], tuple(shape), *more), rest
+    return bool(axes)
 
 
-def _split(node: fx.Node, sight: _Sight) -> Edit | None:
+def _unflatten(node: fx.Node, sight: _Sight) -> bool:
+    (out,) = sight.values(node)
+    sizes = list(_argument(node, 2, "sizes"))
+    start = _argument(node, 1, "dim") % (len(out.shape) - len(sizes) + 1)
+    new = [sight.size(out, start + k) for k in range(len(sizes))]
+    node.args, node.kwargs = (node.args[0], start, tuple(new)), {}
+    return any(sight.changed(out, start + k) for k in range(len(sizes)))
+
+
+def _split(node: fx.Node, sight: _Sight) -> bool:
     pieces = sight.values(node)
     axis = _argument(node, 2, "dim", 0) % len(pieces[0].shape)
+    if not any(sight.changed(piece, axis) for piece in pieces):
+        return False
     sizes = [sight.size(piece, axis) for piece in pieces]
-    if sizes == [piece.shape[axis] for piece in pieces]:
-        return None
-    return {"split": sizes, "axis": axis}
+    node.op, node.target = "call_function", torch.split
+    node.args, node.kwargs = (node.args[0], sizes, axis), {}
+    return True
 
 
-def _getitem(node: fx.Node, sight: _Sight) -> Edit | None:
+def _narrow(node: fx.Node, sight: _Sight) -> bool:
+    (out,), source = sight.values(node), sight.values(node.args[0])[0]
+    axis = _argument(node, 1, "dim") % len(out.shape)
+    kept = sight.kept(source, axis)
+    if kept is None or bool(kept.all()):
+        return False
+    start, length = _argument(node, 2, "start"), _argument(node, 3, "length")
+    low, high = _bounds(sight, source, axis, kept, (start, start, length))
+    node.args, node.kwargs = (node.args[0], axis, low, high - low), {}
+    return True
+
+
+def _getitem(node: fx.Node, sight: _Sight) -> bool:
     if not isinstance(node.args[0], fx.Node):
-        return None
-    source = sight.values(node.args[0])
+        return False
+    source, outs = sight.values(node.args[0]), sight.values(node)
     index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    if len(source) != 1 or Ellipsis in index or None in index:
-        return None
-    edit = {}
-    for axis, item in enumerate(index):
-        kept = sight.kept(source[0], axis) if isinstance(item, slice) else None
-        whole = not isinstance(item, slice) or (item.start is None and item.stop is None)
-        if kept is None or whole or bool(kept.all()):
-            continue
-        (out,) = sight.values(node)
-        edit[str(axis)] = _bounds(sight, source[0], out, axis, kept, item)
-    return {"slice": edit} if edit else None
+    if len(source) != 1 or len(outs) != 1 or any(isinstance(i, (fx.Node, list)) for i in index):
+        return False
+    new, axis, changed = list(index), 0, False
+    spare = len(source[0].shape) - sum(item is not None and item is not Ellipsis for item in index)
+    for k, item in enumerate(index):
+        if item is Ellipsis:
+            axis += spare
+        elif item is not None and not isinstance(item, slice):
+            axis += 1
+        elif item is not None:
+            kept = None if item == slice(None) else sight.kept(source[0], axis)
+            if kept is not None and not bool(kept.all()):
+                ends = (item.start, item.stop, None)
+                new[k] = slice(*_bounds(sight, source[0], axis, kept, ends))
+                changed = True
+            axis += 1
+    node.args = (node.args[0], tuple(new))
+    return changed
 
 
 def _bounds(
-    sight: _Sight, source: Value, out: Value, axis: int, kept: Tensor, given: slice
-) -> list[int]:
-    """Where the slice `out` of `source` starts and stops among the kept channels."""
-    if not any(isinstance(end, fx.Node) for end in (given.start, given.stop)):
-        start, stop, _ = given.indices(source.shape[axis])
-        return [int(kept[:start].sum()), int(kept[:stop].sum())]
-    wanted = next(units for units in sight.graph.values[out] if units.shape[axis] > 1)
-    have = next(units for units in sight.graph.values[source] if units.shape[axis] > 1)
-    length = wanted.shape[axis]
-    for start in range(have.shape[axis] - length + 1):
-        if torch.equal(have.narrow(axis, start, length), wanted):
-            return [int(kept[:start].sum()), int(kept[: start + length].sum())]
-    raise AssertionError("a slice that is not part of its source")
+    sight: _Sight,
+    source: Value,
+    axis: int,
+    kept: Tensor,
+    given: tuple[Any, Any, Any],
+) -> tuple[int, int]:
+    """Where a slice of `source` starts and stops among the kept channels."""
+    start, stop, length = (sight.number(n) if isinstance(n, fx.Node) else n for n in given)
+    start, stop, _ = slice(start, stop if length is None else start + length).indices(
+        source.shape[axis]
+    )
+    return int(kept[:start].sum()), int(kept[:stop].sum())
 
 
-def _hollow(node: fx.Node, sight: _Sight) -> Edit | None:
-    values = sight.values(node)
-    if values and all(sight.kept(value, 1) is not None for value in values[:1]):
-        kept = sight.kept(values[0], 1)
-        if kept is not None and not bool(kept.any()):
-            return {"hollow": True}
-    return None
+def _hollow(node: fx.Node, sight: _Sight) -> bool:
+    """Pools and the like refuse to run on no channels."""
+    kept = sight.kept(sight.values(node)[0], 1)
+    if kept is None or bool(kept.any()):
+        return False
+    graph = node.graph
+    with graph.inserting_before(node):
+        one = graph.call_function(one_channel, (node.args[0],))
+    node.args = (one, *node.args[1:])
+    with graph.inserting_after(node):
+        none = graph.call_function(no_channel, (node,))
+    node.replace_all_uses_with(none, delete_user_cb=lambda user: user is not none)
+    return True
 
 
-Handler = Callable[[fx.Node, _Sight], Edit | None]
+Handler = Callable[[fx.Node, _Sight], bool]
+_FILLINGS = (torch.zeros, torch.ones, torch.full, torch.empty)
 _TARGETS: dict[Handler, tuple[Any, ...]] = {
     _pad: (F.pad, torch._C._nn.pad),
     _getitem: (operator.getitem,),
-    _shape: ("view", "reshape", "new_zeros", "new_ones", torch.reshape, torch.zeros, torch.ones),
-    _split: ("split", "chunk", "split_with_sizes", torch.split, torch.chunk),
+    _shape: ("view", "reshape", "expand", "new_zeros", "new_ones", "new_full", "new_empty",
+             torch.reshape, *_FILLINGS),
+    _unflatten: ("unflatten", torch.unflatten),
+    _split: ("split", "chunk", "split_with_sizes", "tensor_split", torch.split, torch.chunk,
+             torch.tensor_split),
+    _narrow: ("narrow", torch.narrow),
     _hollow: (F.max_pool1d, F.max_pool2d, F.max_pool3d, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d,
               F.interpolate, F.upsample),
 }  # fmt: skip
 _HANDLERS = {target: handler for handler, targets in _TARGETS.items() for target in targets}
-
-BAKED = ("constant_pad_nd", "view", "_unsafe_view", "split", "split_with_sizes", "slice",
-         "max_pool", "avg_pool", "upsample")  # fmt: skip
 
 
 def _argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
@@ -217,70 +224,45 @@ def _argument(node: fx.Node, position: int, name: str, default: Any = None) -> A
     return node.kwargs.get(name, default)
 
 
-def _shape_arguments(node: fx.Node) -> list[Any]:
-    lead = 0 if node.target in (torch.zeros, torch.ones) else 1
-    first = _argument(node, lead, "size" if lead == 0 or "new" in str(node.target) else "shape", ())
-    return list(first) if isinstance(first, (tuple, list)) else list(node.args[lead:])
+# --- numbers that are computed from widths --------------------------------------------------------
 
 
-def rewire(module: nn.Module, edits: list[Edit]) -> fx.GraphModule:
-    """The module with other numbers in its forward."""
-    graph = as_graph(module)
-    assert graph is not None, "written into the recipe, so it can be written as a graph"
-    nodes = {node.name: node for node in graph.graph.nodes}
-    for edit in edits:
-        _edit(graph.graph, nodes[edit["node"]], edit)
-    _carry_over(module, graph)
-    return graph
+def _keep_scales(graph: fx.Graph, sight: _Sight) -> bool:
+    """`x * width ** -0.5` has to go on with the width that it was trained with."""
+    widths: set[fx.Node] = set()
+    changed = False
+    for node in list(graph.nodes):
+        number = sight.number(node)
+        if _reads_width(node, sight) or (number is not None and widths & set(node.all_input_nodes)):
+            widths.add(node)
+        if node not in widths and node.target not in _ARITHMETIC:
+            continue
+        for given in widths & set(node.all_input_nodes):
+            if node not in widths or isinstance(number, float):
+                node.replace_input_with(given, sight.number(given))
+                changed = True
+    return changed
 
 
-def _carry_over(module: nn.Module, graph: fx.GraphModule) -> None:
-    """What forward does not use may be used from elsewhere."""
-    for table in ("_modules", "_parameters", "_buffers"):
-        for key, item in getattr(module, table).items():
-            getattr(graph, table).setdefault(key, item)
-    for key, value in vars(module).items():
-        if key not in vars(graph):
-            setattr(graph, key, value)
+_ARITHMETIC = (operator.mul, operator.truediv, operator.add, operator.sub, operator.imul,
+               operator.itruediv, torch.mul, torch.div, "mul", "div", "mul_", "div_")  # fmt: skip
 
 
-def _edit(graph: fx.Graph, node: fx.Node, edit: Edit) -> None:
-    source = node.args[0] if node.args else None
-    if "pad" in edit:
-        rest = {key: value for key, value in node.kwargs.items() if key != "pad"}
-        node.args, node.kwargs = (source, tuple(edit["pad"]), *node.args[2:]), rest
-    elif "shape" in edit:
-        shape = _shape_arguments(node)
-        for axis, size in edit["shape"].items():
-            shape[int(axis)] = size
-        rest = {k: v for k, v in node.kwargs.items() if k in ("dtype", "device", "requires_grad")}
-        source_too = () if node.target in (torch.zeros, torch.ones) else (source,)
-        node.args, node.kwargs = (*source_too, tuple(shape)), rest
-    elif "split" in edit:
-        node.op, node.target = "call_function", torch.split
-        node.args, node.kwargs = (source, edit["split"], edit["axis"]), {}
-    elif "slice" in edit:
-        index = list(node.args[1]) if isinstance(node.args[1], tuple) else [node.args[1]]
-        for axis, (start, stop) in edit["slice"].items():
-            index[int(axis)] = slice(start, stop)
-        node.args = (source, tuple(index))
+def _reads_width(node: fx.Node, sight: _Sight) -> bool:
+    """True for `x.shape[axis]` and `x.size(axis)` along channels that go."""
+    if node.target == "size" and len(node.args) == 2:
+        source, axis = node.args
+    elif node.target is operator.getitem and _is_shape(node.args[0]):
+        source, axis = node.args[0].args[0], node.args[1]  # type: ignore[union-attr]
     else:
-        _make_hollow(graph, node)
+        return False
+    values = sight.values(source)
+    return bool(values) and isinstance(axis, int) and sight.changed(values[0], axis)
 
 
-def _make_hollow(graph: fx.Graph, node: fx.Node) -> None:
-    with graph.inserting_before(node):
-        one = graph.call_function(one_channel, (node.args[0],))
-    node.args = (one, *node.args[1:])
-    with graph.inserting_after(node):
-        none = graph.call_function(no_channel, (node,))
-    node.replace_all_uses_with(none, delete_user_cb=lambda user: user is not none)
-
-
-def one_channel(x: Tensor) -> Tensor:
-    """Zeros of the shape of `x` with one channel: many kernels refuse to run on none."""
-    return x.new_zeros(x.shape[0], 1, *x.shape[2:])
-
-
-def no_channel(x: Tensor) -> Tensor:
-    return x[:, :0]
+def _is_shape(node: Any) -> bool:
+    if not isinstance(node, fx.Node):
+        return False
+    return (node.target is getattr and node.args[1] == "shape") or (
+        node.target == "size" and len(node.args) == 1
+    )

@@ -18,11 +18,12 @@ from torch.nn.modules import batchnorm, conv, instancenorm, padding, pooling
 from torch.nn.utils import parametrize
 
 from .attention import Attention
-from .blocks import left_out, owner_of, take_out, vanishing
+from .blocks import Edit, as_graph, left_out, owner_of, take_out, vanishing
+from .emit import compiled, decode, no_channel, one_channel, with_forward, with_method
 from .errors import PruneError
 from .groups import Graph, Plan, module_of, stays
-from .rewire import Edit, no_channel, one_channel, rewire, rewiring
-from .tape import Op, named_tensors
+from .rewire import rewiring
+from .tape import named_tensors
 
 RECIPE = "polarprune_recipe"
 OTHER_MODEL = (
@@ -42,7 +43,7 @@ class Recipe:
     identities: list[str] = field(default_factory=list)  # norms and the like over no channels
     hollow: list[str] = field(default_factory=list)  # pools and the like over no channels
     heads: dict[str, int] = field(default_factory=dict)  # attention that lost heads
-    rewired: dict[str, list[Edit]] = field(default_factory=dict)  # code that bakes in widths
+    rewired: dict[str, Any] = field(default_factory=dict)  # code that bakes in widths, re-emitted
     vanished: dict[str, list[Edit]] = field(default_factory=dict)  # blocks with closed branches
 
     def to_json(self) -> dict[str, Any]:
@@ -61,7 +62,7 @@ def shrink(model: nn.Module, graph: Graph, plan: Plan) -> nn.Module:
                 f"{name}: the plan keeps {len(plan[name])} channels, but at least "
                 f"{group.minimum} must stay, or the input no longer reaches the output."
             )
-    return apply(copy.deepcopy(model), write_recipe(model, graph, plan))
+    return cut_copy(model, write_recipe(model, graph, plan))
 
 
 def write_recipe(model: nn.Module, graph: Graph, plan: Plan) -> Recipe:
@@ -78,15 +79,18 @@ def write_recipe(model: nn.Module, graph: Graph, plan: Plan) -> Recipe:
     modules = dict(model.named_modules(remove_duplicate=False))
     for path in dict.fromkeys(module_of(name) for name in recipe.slices):
         _describe(path, modules[path], recipe)
+    for path, places in graph.numbers.items():
+        sizes = {name: graph.width(path, place, alive) for name, place in places.items()}
+        recipe.attributes.setdefault(path, {}).update(sizes)
     for path, module in modules.items():
         if isinstance(module, _SPATIAL) and _meets_nothing(path, graph, alive):
             recipe.hollow.append(path)
         elif isinstance(module, (nn.GroupNorm, instancenorm._InstanceNorm)) and not module.affine:
             _describe_bare_norm(path, module, _incoming(path, graph, alive), recipe)
     for path in graph.rewired:
-        edits = rewiring(modules[path], path, graph, alive)
-        if edits:
-            recipe.rewired[path] = edits
+        graphs = rewiring(path, graph, alive)
+        if graphs:
+            recipe.rewired[path] = graphs
     _take_out_blocks(modules, graph, recipe)
     return recipe
 
@@ -116,7 +120,7 @@ def dropped_with(model: nn.Module, graph: Graph, group: str) -> set[str]:
     gone: set[str] = set()
     for path in dict.fromkeys(owner_of(layer, modules) for layer in sorted(silent)):
         edits = vanishing(path, modules[path], graph, silent)
-        gone |= left_out(path, modules[path], edits) if edits else set()
+        gone |= left_out(path, modules[path], graph, edits) if edits else set()
     names = [name for name, _ in named_tensors(model) if gone and module_of(name) in gone]
     return {name for name in names if left(name, graph.axes.get(name, {}))}
 
@@ -249,20 +253,16 @@ def _groups(groups: int, width: int, kept: list[int]) -> int:
 
 def _meets_nothing(path: str, graph: Graph, alive: Tensor) -> bool:
     """True if, in one of its calls, all that this module puts out are channels that go."""
-    for value in (out for op in _ops_of(path, graph) for out in op.outs):
+    for value in (out for op in graph.ops_in(path) for out in op.outs):
         layers = graph.values.get(value, [])
         if layers and not any(bool(stays(units, alive).any()) for units in layers):
             return True
     return False
 
 
-def _ops_of(path: str, graph: Graph) -> list[Op]:
-    return [op for tape in graph.tapes for op in tape.ops if op.module == path]
-
-
 def _incoming(path: str, graph: Graph, alive: Tensor) -> int | None:
     """How many channels still reach a module, or None if it is given no open ones."""
-    for op in _ops_of(path, graph):
+    for op in graph.ops_in(path):
         for value in op.inputs():
             for units in graph.values.get(value, []) if len(value.shape) > 1 else []:
                 if units.dim() > 1 and units.shape[1] > 1:
@@ -273,15 +273,32 @@ def _incoming(path: str, graph: Graph, alive: Tensor) -> int | None:
 def apply(model: nn.Module, recipe: Recipe) -> nn.Module:
     """Carry out a recipe on this model, in place."""
     check_shapes(model, recipe.shapes, OTHER_MODEL)
-    replaced: dict[int, Tensor] = {}
-    tensors = dict(named_tensors(model))
-    for name, axes in recipe.slices.items():
-        replaced[id(tensors[name])] = _sliced(tensors[name], axes)
+    replaced = _pieces(model, recipe)
     for module in model.modules():
         for table in (module._parameters, module._buffers):
             for key, tensor in table.items():
                 if tensor is not None and id(tensor) in replaced:
                     table[key] = replaced[id(tensor)]  # type: ignore[assignment]
+    return _reform(model, recipe)
+
+
+def cut_copy(model: nn.Module, recipe: Recipe, *, share: bool = False) -> nn.Module:
+    """A smaller copy of a model; tensors that are not cut may be shared with the model."""
+    check_shapes(model, recipe.shapes, OTHER_MODEL)
+    memo: dict[int, Any] = dict(_pieces(model, recipe))
+    if share:
+        memo = {id(tensor): tensor for _, tensor in named_tensors(model)} | memo
+    return _reform(copy.deepcopy(model, memo), recipe)
+
+
+def _pieces(model: nn.Module, recipe: Recipe) -> dict[int, Tensor]:
+    """The id of every tensor that is cut, and what is left of it."""
+    tensors = dict(named_tensors(model))
+    return {id(tensors[name]): _sliced(tensors[name], axes) for name, axes in recipe.slices.items()}
+
+
+def _reform(model: nn.Module, recipe: Recipe) -> nn.Module:
+    """Everything in a recipe but the slices, in place."""
     for path, attributes in recipe.attributes.items():
         for key, value in attributes.items():
             setattr(model.get_submodule(path), key, value)
@@ -296,15 +313,25 @@ def apply(model: nn.Module, recipe: Recipe) -> nn.Module:
     for path in recipe.hollow:
         _replace(model, path, Hollow(model.get_submodule(path)))
     for path in sorted({*recipe.rewired, *recipe.vanished}, reverse=True):  # the root comes last
-        new = rewire(model.get_submodule(path), recipe.rewired.get(path, []))
-        take_out(new, recipe.vanished.get(path, []))
-        new.recompile()
-        if path:
-            _replace(model, path, new)
-        else:
-            model = new
+        _remake(model.get_submodule(path), recipe.rewired.get(path), recipe.vanished.get(path, []))
     setattr(model, RECIPE, recipe.to_json())
     return model
+
+
+def _remake(module: nn.Module, graphs: dict[str, Any] | None, edits: list[Edit]) -> None:
+    """Give a module a forward with other numbers, and without branches that are closed."""
+    if graphs is None:
+        graph = as_graph(module)
+        assert graph is not None, "written into the recipe, so it can be written as a graph"
+        gone = take_out(graph, edits)
+        with_method(module, compiled(graph))
+    else:
+        emission = decode(graphs)
+        gone = set().union(*(take_out(graph, edits) for graph in emission.graphs.values()))
+        with_forward(module, emission)
+    for path in gone:
+        parent, _, name = path.rpartition(".")
+        delattr(module.get_submodule(parent), name)
 
 
 def check_shapes(model: nn.Module, shapes: Mapping[str, Sequence[int]], remedy: str) -> None:

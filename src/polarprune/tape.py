@@ -70,6 +70,8 @@ class Tape:
     inputs: list[Value] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
     marks: dict[tuple[str, str], list[Value]] = field(default_factory=dict)
+    numbers: dict[tuple[str, str], int | float] = field(default_factory=dict)  # marked ones
+    broken: str | None = None  # the module in which the run failed
 
 
 class _Recorder(TorchDispatchMode):
@@ -77,7 +79,6 @@ class _Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = Tape()
         self.stack: list[str] = []
-        self.broken: str | None = None  # the module in which the run failed
         self.known = WeakTensorKeyDictionary()
         for name, tensor in named_tensors(model):
             self.known[tensor] = _value(tensor, name)
@@ -178,9 +179,30 @@ def record(
 
     A shim takes the place of a module's forward during the run, and may mark values by name.
     """
+    tape, error = attempt(model, example, training=training, shims=shims)
+    if isinstance(error, PruneError):
+        raise error
+    if error is not None:
+        raise PruneError(
+            f"{tape.broken or type(model).__name__}: the model does not run on the example "
+            f"inputs: {error}. Give inputs of the shape, type and device that model(...) takes."
+        ) from error
+    if not tape.outputs:
+        raise PruneError(
+            f"{type(model).__name__}: no tensor is found in the model's output, so nothing could "
+            f"be compared. Let forward return what it computes."
+        )
+    return tape
+
+
+def attempt(
+    model: nn.Module, example: Example, *, training: bool, shims: Mapping[str, Shim] | None = None
+) -> tuple[Tape, Exception | None]:
+    """What `record` does, with the tape up to the error if the run fails."""
     args, kwargs = as_call(example)
     recorder = _Recorder(model)
     handles = []
+    failed = None
     shimmed = [(model.get_submodule(path), path, shim) for path, shim in (shims or {}).items()]
     for module, path, shim in shimmed:
         module.forward = shim(module, _marker(recorder, path))
@@ -190,26 +212,15 @@ def record(
     try:
         with untouched(model, training), open_attention(), recorder:
             recorder.tape.inputs = recorder.values((args, kwargs))
-            out = model(*args, **kwargs)
-    except PruneError:
-        raise
+            recorder.tape.outputs = recorder.values(tensors_in(model(*args, **kwargs)))
     except Exception as error:
-        raise PruneError(
-            f"{recorder.broken or type(model).__name__}: the model does not run on the example "
-            f"inputs: {error}. Give inputs of the shape, type and device that model(...) takes."
-        ) from error
+        failed = error
     finally:
         for handle in handles:
             handle.remove()
         for module, _, _ in shimmed:
             del module.forward  # as_graph refuses modules that have one of their own
-    recorder.tape.outputs = recorder.values(tensors_in(out))
-    if not recorder.tape.outputs:
-        raise PruneError(
-            f"{type(model).__name__}: no tensor is found in the model's output, so nothing could "
-            f"be compared. Let forward return what it computes."
-        )
-    return recorder.tape
+    return recorder.tape, failed
 
 
 @contextmanager
@@ -240,7 +251,10 @@ def tensors_in(out: Any) -> list[Tensor]:
 
 def _marker(recorder: _Recorder, path: str) -> Mark:
     def mark(name: str, result: Any) -> None:
-        recorder.tape.marks[path, name] = recorder.values(result)
+        if isinstance(result, (int, float)):
+            recorder.tape.numbers.setdefault((path, name), result)
+        else:
+            recorder.tape.marks.setdefault((path, name), recorder.values(result))
 
     return mark
 
@@ -248,7 +262,7 @@ def _marker(recorder: _Recorder, path: str) -> Mark:
 def _enter(recorder: _Recorder, name: str) -> Any:
     def hook(module: nn.Module, args: Any) -> None:
         recorder.stack.append(name)
-        recorder.broken = None
+        recorder.tape.broken = None
 
     return hook
 
@@ -256,7 +270,7 @@ def _enter(recorder: _Recorder, name: str) -> Any:
 def _leave(recorder: _Recorder) -> Any:
     def hook(module: nn.Module, args: Any, out: Any) -> None:
         name = recorder.stack.pop()
-        if sys.exc_info()[0] is not None and recorder.broken is None:
-            recorder.broken = name
+        if sys.exc_info()[0] is not None and recorder.tape.broken is None:
+            recorder.tape.broken = name
 
     return hook

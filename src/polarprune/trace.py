@@ -1,36 +1,34 @@
 """`trace`: look at a model. Groups, coupling, cost, what is frozen and why; nothing is changed.
 
-What the rules say is not taken on trust: before a group is called open, half of its channels (and,
-where that is allowed, all of them) are cut from a copy, and the copy is compared with the masked
-original. Code that does not follow is re-emitted (`rewire`), and where that fails as well the
-group stays whole, with the reason.
+What the rules say is not taken on trust: before a group is called open, channels of it are cut from
+a copy and the copy is run (`trial`). Where the model's code does not follow, whole numbers that it
+holds are changed with the widths; else the code is re-emitted (`rewire`); and where that fails as
+well, the group stays whole, with the reason.
 """
 
 from __future__ import annotations
 
-import copy
 import fnmatch
-import io
 from collections.abc import Iterable, Mapping
-from contextlib import redirect_stderr
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from .cost import add_extras, measure
+from .emit import Emission, capture
 from .errors import PruneError
 from .flow import Flow, Rule
-from .groups import WHOLE, Graph, Plan, build, follow, module_of
+from .groups import WHOLE, Graph, Place, Plan, build, follow, module_of
 from .labels import Labels
-from .proof import in_double, prove_equal
-from .rewire import BAKED, as_graph, shim
+from .rewire import shim
 from .rules import RULES, by_tag
 from .spine import hold_spine
-from .surgery import apply, dropped_with, fold, is_gated, write_recipe
-from .tape import Example, Tape, as_call, named_tensors, record
-
-_TOLERANCE = 1e-8  # in float64, where a right cut differs by 1e-15 and a wrong one by 1e-3
+from .surgery import dropped_with, is_gated
+from .tape import Example, Op, Tape, as_call, named_tensors, open_attention, record, untouched
+from .trial import Deviation, Trial
 
 
 def trace(
@@ -45,13 +43,23 @@ def trace(
     `keep`: patterns of module names to leave whole (`"layer4.*"`).
     `rules`: rules for operations that are not known, `{torch.ops.…: rule}`.
     """
+    return survey(model, example_inputs, keep=keep, rules=rules, numbers=bool(rules))
+
+
+def survey(
+    model: nn.Module,
+    example: Example,
+    *,
+    keep: str | Iterable[str] = (),
+    rules: Mapping[Any, Rule] | None = None,
+    numbers: bool = False,
+) -> Graph:
+    """`trace`; with `numbers`, outputs of trial cuts are compared too, before training starts."""
     check_model(model)
-    check_example(model, example_inputs)
+    check_example(model, example)
     patterns = (keep,) if isinstance(keep, str) else tuple(keep)
-    look = _Look(model, example_inputs, patterns, {**RULES, **(rules or {})})
-    graph = look()
-    if graph.open and not any(p.is_meta for p in model.parameters()):
-        graph = _prove(look, graph)
+    look = _Look(model, example, patterns, {**RULES, **(rules or {})})
+    graph = _prove(look, numbers)
     closable = [name for name, group in graph.open.items() if not group.minimum]
     with torch.device("cpu"):
         add_extras(model, graph, {name: dropped_with(model, graph, name) for name in closable})
@@ -109,37 +117,60 @@ class _Look:
         self, model: nn.Module, example: Example, keep: tuple[str, ...], rules: Mapping[Any, Rule]
     ) -> None:
         self.model, self.example, self.keep, self.rules = model, example, keep, rules
-        self.rewired: tuple[str, ...] = ()
+        self.modules = dict(model.named_modules())
+        self.rewired: dict[str, Emission] = {}
+        self.numbers: dict[str, dict[str, Place]] = {}  # attributes that follow a width
         self.held: dict[str, str] = {}  # group -> why it stays whole
         self.minimum: dict[str, str] = {}  # group -> why it cannot close entirely
+        self.seeds: set[int] = {0, 1}  # of the plans that are tried
         self.notes: list[str] = []
+        self._tapes: list[Tape] = []
+        self._hopeless: set[str] = set()  # modules that cannot be re-emitted
 
     def __call__(self) -> Graph:
-        tapes = self._tapes()
+        tapes = self._tapes or self._record()
         with torch.device("cpu"):  # whatever the user's default is, labels live on the host
-            return self._graph(tapes)
-
-    def _graph(self, tapes: list[Tape]) -> Graph:
-        flow = Flow(Labels(), self.rules, by_tag)
-        follow(tapes, flow, self._kept())
-        graph = build(tapes, flow, self.held)
-        graph.rewired = self.rewired
-        graph.notes = [*self.notes, *(f"{g}: {why}" for g, why in self.minimum.items())]
-        hold_spine(graph)
-        for name in self.minimum:
-            graph.groups[name].minimum = 1
-        graph.cost = measure(self.model, graph)
+            flow = Flow(Labels(), self.rules, by_tag)
+            follow(tapes, flow, self._kept())
+            graph = build(tapes, flow, self.held)
+            graph.rewired, graph.numbers = dict(self.rewired), dict(self.numbers)
+            graph.notes = [*self.notes, *(f"{g}: {why}" for g, why in self.minimum.items())]
+            hold_spine(graph)
+            for name in self.minimum:
+                graph.groups[name].minimum = 1
+            graph.cost = measure(self.model, graph)
         return graph
 
-    def _tapes(self) -> list[Tape]:
-        shims = dict.fromkeys(self.rewired, shim)
-        tapes = [record(self.model, self.example, training=False, shims=shims)]
+    def _record(self) -> list[Tape]:
+        shims = {path: partial(shim, emission=emission) for path, emission in self.rewired.items()}
+        self._tapes = [record(self.model, self.example, training=False, shims=shims)]
         self.notes = []
         try:
-            tapes.append(record(self.model, self.example, training=True, shims=shims))
+            self._tapes.append(record(self.model, self.example, training=True, shims=shims))
         except PruneError as error:
             self.notes = [f"followed in eval mode only; train mode did not run: {error}"]
-        return tapes
+        return self._tapes
+
+    def rewire(self, paths: Iterable[str]) -> bool:
+        """Have these modules re-emitted; False if none of them can be."""
+        wanted = [
+            path
+            for path in dict.fromkeys(paths)
+            if path not in self.rewired and path not in self._hopeless
+            and not type(self.modules[path]).__module__.startswith("torch.nn.")
+        ]  # fmt: skip
+        found = captured(self.model, self.example, wanted)
+        self._hopeless |= set(wanted) - found.keys()
+        self.set_rewired({**self.rewired, **found})
+        return bool(found)
+
+    def set_rewired(self, rewired: dict[str, Emission]) -> None:
+        self.rewired, self._tapes = rewired, []
+
+    def like(self, path: str) -> list[str]:
+        """All modules of the same class."""
+        family = type(self.modules[path])
+        return [other for other, module in self.modules.items() if type(module) is family]
 
     def _kept(self) -> list[tuple[str, str]]:
         """The tensors of the modules that `keep` names."""
@@ -164,134 +195,217 @@ def _matches(module: str, pattern: str) -> bool:
     return fnmatch.fnmatch(module, pattern) or fnmatch.fnmatch(module, f"{pattern}.*")
 
 
-def _prove(look: _Look, graph: Graph) -> Graph:
-    """Cut copies of the model until what is called open has been seen to be."""
-    trial = _Trial(look)
+def captured(model: nn.Module, example: Example, paths: Iterable[str]) -> dict[str, Emission]:
+    """What these modules compute in a run on the example, where that can be written down."""
+    calls: dict[str, tuple[Any, Any]] = {}
+
+    def hook(path: str) -> Any:
+        def remember(module: nn.Module, args: Any, kwargs: Any) -> None:
+            calls.setdefault(path, tree_map_only(Tensor, Tensor.clone, (args, kwargs)))
+
+        return remember
+
+    handles = [
+        model.get_submodule(path).register_forward_pre_hook(hook(path), with_kwargs=True)
+        for path in paths
+    ]
+    found = {}
+    args, kwargs = as_call(example)
+    try:
+        with untouched(model, False), open_attention():
+            model(*args, **kwargs)
+            for path, call in calls.items():
+                emission = capture(model.get_submodule(path), *call)
+                if emission is not None:
+                    found[path] = emission
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+# --- what is called open has been seen to be ------------------------------------------------------
+
+
+def _prove(look: _Look, numbers: bool) -> Graph:
+    graph = look()
+    if not graph.open:
+        return graph
+    trial = Trial(look.model, look.example)
     if graph.baked:
         graph = _unbake(look, graph)
-    if trial.halves(graph) or trial.failure(graph, _closed(graph)):
-        look.rewired = tuple(dict.fromkeys((*look.rewired, *_rewirable(look.model, graph))))
-        graph = look() if look.rewired else graph
-    why = trial.halves(graph)
-    if why:
-        for name in graph.open:
-            alone = trial.halves(graph, name)
-            if alone:
-                look.held[name] = f"the model's code does not follow when it shrinks: {alone}"
-        graph = look()
-        if graph.open and trial.halves(graph):
-            look.held.update(dict.fromkeys(graph.open, f"could not be shown to be exact: {why}"))
-            graph = look()
-    if trial.failure(graph, _closed(graph)):
-        for name, group in graph.open.items():
-            alone = "" if group.minimum else trial.failure(graph, {name: []})
-            if alone:
-                look.minimum[name] = f"keeps a channel, as the model's code needs one: {alone}"
-        graph = look()
-        if trial.failure(graph, _closed(graph)):
-            for name in graph.open:
-                look.minimum.setdefault(name, "keeps a channel, to be safe")
-            graph = look()
-    return graph
+    graph = _let_code_follow(look, graph, trial)
+    if graph.open and numbers and trial.cut(graph, _uneven(graph, 0), numbers=True):
+        graph = _hold_one_by_one(look, graph, trial)
+    return _let_close(look, graph, trial, numbers)
 
 
 def _unbake(look: _Look, graph: Graph) -> Graph:
     """Code that counts channels is re-emitted, or its channels stay: a trial is no proof here."""
-    modules = dict(look.model.named_modules())
+    look.rewire(op.module for op in graph.baked)
+    graph = look()
     names = graph.owners
     for op, units in graph.baked.items():
-        if _is_users(modules[op.module]) and as_graph(modules[op.module]) is not None:
-            look.rewired = tuple(dict.fromkeys((*look.rewired, op.module)))
-        else:
+        if op.module not in look.rewired:
             for unit in set(units.flatten().tolist()) - {WHOLE}:
                 look.held[names[unit]] = f"code that counts channels, in {op.where}"
-    return look() if look.rewired or look.held else graph
+    return look() if look.held else graph
 
 
-def _is_users(module: nn.Module) -> bool:
-    return not type(module).__module__.startswith("torch.nn.")
+_ATTEMPTS = 60
 
 
-class _Trial:
-    """A copy of the model with random weights, in float64, to cut and compare."""
-
-    def __init__(self, look: _Look) -> None:
-        try:
-            self.model, self.example = in_double(look.model, look.example)
-            record(self.model, self.example, training=False)
-            self.tolerance = _TOLERANCE
-        except PruneError:  # code that insists on float32
-            self.model, self.example = copy.deepcopy(look.model), look.example
-            self.tolerance = 1e-4
-        _shake(self.model)
-
-    def halves(self, graph: Graph, name: str = "") -> str:
-        """Cut half of every group (or of one); several times where code was re-emitted."""
-        for seed in range(3 if graph.rewired else 1):
-            plan = _half(graph, seed)
-            why = self.failure(graph, {name: plan[name]} if name else plan)
-            if why:
-                return why
-        return ""
-
-    def failure(self, graph: Graph, plan: Plan) -> str:
-        """What is wrong with this cut; empty if nothing."""
-        masked = copy.deepcopy(self.model)
-        fold(masked, graph, graph.alive(plan).double())
-        try:
-            cut = apply(copy.deepcopy(masked), write_recipe(masked, graph, plan))
-            with redirect_stderr(io.StringIO()):  # fx prints what fails in re-emitted code
-                prove_equal(masked, cut, self.example, self.tolerance)
-        except PruneError as error:
-            return str(error).split("\n")[0].split(". Nothing was")[0]
-        return ""
+def _let_code_follow(look: _Look, graph: Graph, trial: Trial) -> Graph:
+    """Until a trial cut does what it should: change numbers, re-emit code, or hold a group."""
+    for _ in range(_ATTEMPTS):
+        found = _first_deviation(look, graph, trial)
+        if found is None:
+            return graph
+        if found.op is None:
+            break
+        graph = (
+            _change_numbers(look, graph, trial, found)
+            or _re_emit(look, graph, trial, found)
+            or _hold(look, graph, found)
+        )
+    return _hold_one_by_one(look, graph, trial)
 
 
-def _shake(model: nn.Module) -> None:
-    """Weights that start at zero would hide a wrong cut."""
-    generator = torch.Generator("cpu").manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                spread = float(parameter.std()) if parameter.numel() > 1 else 0.0
-                noise = torch.randn(
-                    parameter.shape, generator=generator, dtype=torch.float64, device="cpu"
-                )
-                parameter.add_(noise.to(parameter) * (0.1 * (spread or 1.0)))
+def _first_deviation(look: _Look, graph: Graph, trial: Trial) -> Deviation | None:
+    for seed in sorted(look.seeds):
+        found = trial.cut(graph, _uneven(graph, seed)) if graph.open else None
+        if found is not None:
+            return found
+    return None
 
 
-def _half(graph: Graph, seed: int = 0) -> Plan:
-    """A random half of every open group."""
+def _better(look: _Look, graph: Graph, trial: Trial, before: Deviation) -> bool:
+    """True if a trial gets further than it did."""
+    found = _first_deviation(look, graph, trial)
+    if found is None or found.op is None or before.op is None:
+        return found is None
+    return found.index > before.index and found.op.line != before.op.line
+
+
+def _change_numbers(look: _Look, graph: Graph, trial: Trial, found: Deviation) -> Graph | None:
+    """Let a whole number of the module, such as the number of heads, follow a width."""
+    assert found.op is not None
+    path = found.op.module
+    if path in look.rewired:
+        return None
+    before, seeds = look.numbers, look.seeds
+    mine = before.get(path, {})
+    options = [
+        (name, place, telling)
+        for name, value in vars(look.modules[path]).items()
+        if type(value) is int and value > 1 and name not in mine
+        for place, telling in _distinct(graph, path, value)
+    ]
+    for tried in [*([option] for option in options), options]:
+        places = {**mine, **{name: place for name, place, _ in tried}}
+        look.numbers = {**before, **dict.fromkeys(look.like(path), places)}
+        look.seeds = seeds.union(*(telling for _, _, telling in tried))
+        graph = look()
+        if tried and _better(look, graph, trial, found):
+            return graph
+    look.numbers, look.seeds = before, seeds
+    return None
+
+
+_PLANS = 16
+
+
+def _distinct(graph: Graph, path: str, size: int) -> list[tuple[Place, set[int]]]:
+    """Places in a module that have this width but shrink differently, and plans that tell why."""
+    plans = [graph.settle(graph.alive(_uneven(graph, seed))) for seed in range(_PLANS)]
+    found: dict[tuple[int, ...], Place] = {}
+    for place in graph.places(path, size):
+        found.setdefault(tuple(graph.width(path, place, alive) for alive in plans), place)
+    return [
+        (place, {next(k for k in range(_PLANS) if mine[k] != other[k])
+                 for other in found if other != mine})
+        for mine, place in found.items()
+    ]  # fmt: skip
+
+
+def _re_emit(look: _Look, graph: Graph, trial: Trial, found: Deviation) -> Graph | None:
+    assert found.op is not None
+    before = look.rewired
+    if not look.rewire(_called_like(look, graph, found.op)):
+        return None
+    graph = look()
+    if _better(look, graph, trial, found):
+        return graph
+    look.set_rewired(before)
+    return None
+
+
+def _called_like(look: _Look, graph: Graph, op: Op) -> list[str]:
+    """Modules of the same class that run."""
+    return [path for path in look.like(op.module) if graph.ops_in(path)]
+
+
+def _hold(look: _Look, graph: Graph, found: Deviation) -> Graph:
+    """Keep the channels whole that pass the line of code which does not follow."""
+    names, line = graph.owners, found.op.line if found.op else ""
+    for op in (op for tape in graph.tapes for op in tape.ops if op.line == line):
+        for value in (*op.inputs(), *op.outs):
+            for units in graph.values.get(value, []):
+                for unit in set(units.flatten().tolist()) - {WHOLE}:
+                    look.held.setdefault(
+                        names[unit], f"the model's code does not follow when it shrinks: {found}"
+                    )
+    return look()
+
+
+def _hold_one_by_one(look: _Look, graph: Graph, trial: Trial) -> Graph:
+    """The last resort: every group that cannot be cut alone stays, and if need be all."""
+    plan = _uneven(graph, 0)
+    for name in graph.open:
+        alone = trial.cut(graph, {name: plan[name]}, numbers=True)
+        if alone:
+            look.held[name] = f"the model's code does not follow when it shrinks: {alone}"
+    graph = look()
+    rest = graph.open and trial.cut(graph, _uneven(graph, 0), numbers=True)
+    if rest:
+        look.held.update(dict.fromkeys(graph.open, f"could not be shown to be exact: {rest}"))
+        graph = look()
+    return graph
+
+
+def _let_close(look: _Look, graph: Graph, trial: Trial, numbers: bool) -> Graph:
+    """Which groups can close entirely; pools refuse to run on no channels, unless re-emitted."""
+    for _ in range(_ATTEMPTS):
+        found = graph.open and trial.cut(graph, _closed(graph), numbers=numbers)
+        if not found:
+            return graph
+        if found.op is None or not look.rewire(_called_like(look, graph, found.op)):
+            break
+        graph = look()
+    for name, group in graph.open.items():
+        alone = None if group.minimum else trial.cut(graph, {name: []}, numbers=numbers)
+        if alone:
+            look.minimum[name] = f"keeps a channel, as the model's code needs one: {alone}"
+    graph = look()
+    if trial.cut(graph, _closed(graph), numbers=numbers):
+        for name in graph.open:
+            look.minimum.setdefault(name, "keeps a channel, to be safe")
+        graph = look()
+    return graph
+
+
+def _uneven(graph: Graph, seed: int) -> Plan:
+    """A random part of every open group: half of some, more of others."""
     generator = torch.Generator("cpu").manual_seed(seed)
     plan = {}
     for name, group in graph.open.items():
         order = torch.randperm(group.size, generator=generator, device="cpu")
-        plan[name] = sorted(order[: max(1, group.size // 2)].tolist())
+        share = torch.rand(1, generator=generator, device="cpu").item() if seed else 0.5
+        plan[name] = sorted(order[: max(1, int(group.size * share))].tolist())
     return plan
 
 
 def _closed(graph: Graph) -> Plan:
     """All groups closed that may be, and half of the others."""
-    half = _half(graph)
+    half = _uneven(graph, 0)
     return {name: half[name] if group.minimum else [] for name, group in graph.open.items()}
-
-
-def _rewirable(model: nn.Module, graph: Graph) -> tuple[str, ...]:
-    """Modules of the user that treat sizes as numbers where open channels pass."""
-    found = []
-    for tape in graph.tapes:
-        for op in tape.ops:
-            name = op.name.lstrip("_")
-            touches = any(
-                bool((units != WHOLE).any())
-                for value in (*op.inputs(), *op.outs)
-                for units in graph.values.get(value, [])
-            )
-            if touches and any(name.startswith(baked.lstrip("_")) for baked in BAKED):
-                found.append(op.module)
-    modules = dict(model.named_modules())
-    return tuple(
-        path
-        for path in dict.fromkeys(found)
-        if _is_users(modules[path]) and as_graph(modules[path]) is not None
-    )

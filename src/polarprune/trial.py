@@ -1,0 +1,218 @@
+"""Trial cuts: what the rules say is not taken on trust.
+
+A copy of the model is cut and run. It has to perform the same operations in the same order as the
+original, every tensor as wide as the labels say, with the same numbers (a scale that is computed
+from a width would give itself away here). That takes one run of a small model and no second look
+at the weights. Where the order depends on the data, outputs are compared instead, in float64.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import PruneError
+from .flow import that_matter
+from .groups import Graph, Plan
+from .proof import in_double, prove_equal
+from .rewire import padding
+from .surgery import Recipe, cut_copy, fold, write_recipe
+from .tape import Example, Op, Tape, Value, attempt, record
+
+_TOLERANCE = 1e-8  # in float64, where a right cut differs by 1e-15 and a wrong one by 1e-3
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """Where a cut model first does something else than it should."""
+
+    why: str
+    op: Op | None = None  # of the original tape
+    index: int = 0  # how far it got
+
+    def __str__(self) -> str:
+        return f"{self.why} in {self.op.where}" if self.op else self.why
+
+
+class Trial:
+    """Cuts copies of a model and compares."""
+
+    def __init__(self, model: nn.Module, example: Example) -> None:
+        self.model, self.example = model, example
+        self._double: tuple[nn.Module, Example, float] | None = None
+
+    def cut(self, graph: Graph, plan: Plan, *, numbers: bool = False) -> Deviation | None:
+        """What is wrong with this cut, if anything.
+
+        `numbers`: compare outputs too, on a copy with random weights in float64.
+        """
+        recipe = write_recipe(self.model, graph, plan)
+        found = self._structure(graph, plan, recipe)
+        if found is None and not numbers:
+            return None
+        return self._numbers(graph, plan, recipe, found) if self._has_weights() else found
+
+    def _has_weights(self) -> bool:
+        return not any(parameter.is_meta for parameter in self.model.parameters())
+
+    def _structure(self, graph: Graph, plan: Plan, recipe: Recipe) -> Deviation | None:
+        alive = graph.settle(graph.alive(plan))
+        try:
+            small = cut_copy(self.model, recipe, share=True)
+        except PruneError as refused:
+            return Deviation(str(refused))
+        for training, before in zip((False, True), graph.tapes, strict=False):
+            after, error = attempt(small, self.example, training=training)
+            found = _compare(graph, alive, before, after, _replaced(recipe))
+            if found is not None:
+                return found
+            if error is not None:
+                return Deviation(f"the cut model does not run: {_first_line(error)}")
+        return None
+
+    def _numbers(
+        self, graph: Graph, plan: Plan, recipe: Recipe, found: Deviation | None
+    ) -> Deviation | None:
+        """The same by outputs; `found` says where, if these differ."""
+        model, example, tolerance = self._in_double()
+        masked = copy.deepcopy(model)
+        fold(masked, graph, graph.alive(plan).double())
+        try:
+            prove_equal(masked, cut_copy(masked, recipe), example, tolerance)
+        except PruneError as error:
+            return found or Deviation(_first_line(error).split(". Nothing was")[0])
+        return None
+
+    def _in_double(self) -> tuple[nn.Module, Example, float]:
+        if self._double is None:
+            try:
+                model, example = in_double(self.model, self.example)
+                record(model, example, training=False)
+                self._double = model, example, _TOLERANCE
+            except PruneError:  # code that insists on float32
+                self._double = copy.deepcopy(self.model), self.example, 1e-4
+            _shake(self._double[0])
+        return self._double
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _shake(model: nn.Module) -> None:
+    """Weights that start at zero would hide a wrong cut."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                spread = float(parameter.std()) if parameter.numel() > 1 else 0.0
+                noise = torch.randn(
+                    parameter.shape, generator=generator, dtype=torch.float64, device="cpu"
+                )
+                parameter.add_(noise.to(parameter) * (0.1 * (spread or 1.0)))
+
+
+# --- one tape against another ---------------------------------------------------------------------
+
+
+def _replaced(recipe: Recipe) -> Callable[[Op], bool]:
+    """True for operations in modules that are another module now: these are not compared."""
+    paths = {*recipe.constants, *recipe.identities, *recipe.hollow, *recipe.heads, *recipe.vanished}
+
+    def skipped(op: Op) -> bool:
+        parts = op.module.split(".")
+        return any(".".join(parts[:k]) in paths for k in range(len(parts) + 1))
+
+    return skipped
+
+
+def _compare(
+    graph: Graph, alive: Tensor, before: Tape, after: Tape, skipped: Callable[[Op], bool]
+) -> Deviation | None:
+    matter = set(that_matter(before))
+    pairs = zip(
+        (op for op in before.ops if not skipped(op)),
+        (op for op in after.ops if not skipped(op)),
+        strict=False,
+    )
+    index = 0
+    for index, (old, new) in enumerate(pairs):
+        if old.func is not new.func:
+            return Deviation(f"{new.name} is computed where {old.name} was", old, index)
+        why = _differs(graph, alive, old, new) if old in matter else ""
+        if why:
+            return Deviation(why, old, index)
+    if after.outputs:
+        shapes = [value.shape for value in before.outputs]
+        if shapes != [value.shape for value in after.outputs]:
+            return Deviation("the outputs have other shapes", None, index)
+        return None
+    rest = [op for op in before.ops if not skipped(op)][index + 1 :]
+    return Deviation("the cut model does not run", rest[0] if rest else None, index + 1)
+
+
+def _differs(graph: Graph, alive: Tensor, old: Op, new: Op) -> str:
+    """How an operation of the cut model differs from what it should be; empty if it does not."""
+    for a, b in zip(old.outs, new.outs, strict=False):
+        wanted = graph.shape(a, alive)
+        if wanted is not None and wanted != b.shape:
+            return f"{old.name} gives {list(b.shape)}, where {list(wanted)} are left"
+    numbers = _numbers_of(new)
+    for name, given in _numbers_of(old).items():
+        wanted_number = _expected(graph, alive, old, name, given)
+        if not _same(wanted_number, numbers.get(name)):
+            return f"{old.name} is given {name}={numbers.get(name)}, not {wanted_number}"
+    return ""
+
+
+def _numbers_of(op: Op) -> dict[str, Any]:
+    """The arguments that are no tensors and do not follow from the shapes of tensors."""
+    names = [argument.name for argument in op.func._schema.arguments]
+    given = {**dict(zip(names, op.args, strict=False)), **op.kwargs}
+    found = {
+        name: value
+        for name, value in given.items()
+        if name not in _IMPLIED and not _holds_values(value)
+    }
+    if op.name == "slice":  # the end follows from the size of what comes out
+        size = op.args[0].shape[found.get("dim", 0)]
+        found["start"] = slice(found.get("start"), None).indices(size)[0]
+        found.pop("end", None)
+    elif "stride" in op.name:
+        found.pop("stride", None)
+    return found
+
+
+_IMPLIED = {"size", "shape", "split_size", "split_sizes", "sizes", "normalized_shape", "N", "C",
+            "HxW", "groups", "generator", "output_size", "memory_format"}  # fmt: skip
+
+
+def _holds_values(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(_holds_values(item) for item in value)
+    return isinstance(value, Value)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b) or (a != a and b != b)
+
+
+def _expected(graph: Graph, alive: Tensor, op: Op, name: str, given: Any) -> Any:
+    """What a number should be after the cut: most stay, some count channels."""
+    source: Any = op.args[0] if op.args else None
+    if op.name == "slice" and name == "start":
+        kept = graph.kept(source, op.args[1] if len(op.args) > 1 else 0, alive)
+        return given if kept is None else int(kept[:given].sum())
+    if op.name == "constant_pad_nd" and name == "pad":
+        return padding(graph, alive, op.outs[0], given)
+    if op.name == "native_group_norm" and name == "group":
+        left = graph.kept(source, 1, alive)
+        return given if left is None else given * int(left.sum()) // len(left)
+    return given
