@@ -22,7 +22,7 @@ check: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Models of other packages, each in a process of its own; resumes where it stopped.
+# Models of other packages, each in a process of its own, two at a time; resumes where it stopped.
 coverage: venv
 	$(BIN)/python -m pip install -c constraints.txt -e ".[dev,coverage]"
 	$(BIN)/python benchmarks/coverage.py

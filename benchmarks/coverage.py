@@ -1,66 +1,47 @@
 """Claim: what is called open can be cut, checked by numbers, on models as people use them.
 
-Every model runs in a process of its own, with limits on time and memory: it is traced, a random
-half of every open group is kept, and the cut model is compared in float64 with the masked one; as a
-control, one channel too many is dropped. Writes coverage.json beside this file (resumed where it
-stopped) and docs/coverage.md:
+Every model of coverage_models.py runs in a process of its own, with limits on time and memory: it
+is traced, a random half of every open group is kept, and the cut model is compared in float64 with
+the masked one; as a control, one channel too many is dropped. Writes coverage.json beside this
+file (resumed where it stopped) and docs/coverage.md. Linux only (limits and peaks of memory):
 
-    python benchmarks/coverage.py                # all that is not in coverage.json yet
-    python benchmarks/coverage.py 'resnet*'      # these, again
+    python benchmarks/coverage.py                          # all that is not in coverage.json yet
+    python benchmarks/coverage.py 'resnet*' 'timm/vit_*'   # these, again
+    python benchmarks/coverage.py --jobs 1                 # one model at a time (default: two)
 """
 
+import argparse
 import fnmatch
 import json
+import os
 import platform
 import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import coverage_models
 
 HERE = Path(__file__).parent
 STORE = HERE / "coverage.json"
 PAGE = HERE.parent / "docs" / "coverage.md"
 SECONDS, GIGABYTES = 600, 12
-SMALL = {"vit": 224, "maxvit": 224, "inception": 128, "swin": 128}
-
-
-def import_torchvision() -> Any:
-    """Where its compiled part does not load, declare the operators that its import asks for."""
-    try:
-        import torchvision
-    except (RuntimeError, ImportError, OSError):
-        import torch
-
-        library = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        globals()["_library"] = library  # kept alive
-        import torchvision
-    return torchvision
+BIG = ("torchvision/vit_[hl]_*", "torchvision/regnet_y_128gf")  # at the end, one at a time,
+BIG_GIGABYTES = 20  # with more memory
+PACKAGES = ("torch", "torchvision", "timm", "transformers", "diffusers",
+            "segmentation-models-pytorch", "ultralytics")  # fmt: skip
 
 
 def models() -> dict[str, Callable[[], tuple[Any, Any]]]:
     """Name -> what makes the model and its example inputs."""
-    return {f"torchvision/{name}": make for name, make in classifiers().items()}
-
-
-def classifiers() -> dict[str, Callable[[], tuple[Any, Any]]]:
-    import torch
-
-    vision = import_torchvision()
-
-    def maker(name: str) -> Callable[[], tuple[Any, Any]]:
-        def make() -> tuple[Any, Any]:
-            size = next((size for key, size in SMALL.items() if key in name), 96)
-            return vision.models.get_model(name, weights=None), torch.randn(2, 3, size, size)
-
-        return make
-
-    names = vision.models.list_models(module=vision.models)
-    return {name: maker(name) for name in names}
+    return {name: partial(coverage_models.make, name) for name in coverage_models.names()}
 
 
 def examine(name: str) -> dict[str, Any]:
@@ -71,15 +52,17 @@ def examine(name: str) -> dict[str, Any]:
     import polarprune as pp
     from polarprune.proof import in_double, prove_equal
     from polarprune.surgery import fold
-    from polarprune.tape import open_attention
+    from polarprune.tape import as_call, open_attention
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model, example = models()[name]()
+    model, example = coverage_models.make(name)
     model.eval()
-    start = time.perf_counter()
-    graph = pp.trace(model, example)
-    traced = time.perf_counter() - start
+    kind = coverage_models.kind(name, model)
+    print(json.dumps({"kind": kind}), flush=True)  # known even if what follows fails
+    spent: dict[str, float] = {}
+    with measured(spent, "trace"):
+        graph = pp.trace(model, example)
     plan = {}
     for group in graph.open.values():
         kept = torch.randperm(group.size)[: max(1, group.size // 2)]
@@ -91,27 +74,68 @@ def examine(name: str) -> dict[str, Any]:
             spread = float(parameter.std()) if parameter.numel() > 1 else 0.0
             parameter.add_((0.1 * spread or 0.1) * torch.randn_like(parameter))
     fold(masked, graph, graph.alive(plan).double())
-    start = time.perf_counter()
-    small = pp.shrink(masked, graph, plan)
-    cut = time.perf_counter() - start
-    found = prove_equal(masked, small, inputs, 1e-10)
-    with torch.no_grad(), open_attention(), FlopCounterMode(display=False) as counter:
-        small.eval()(inputs)
-    frozen = [group for group in graph.groups.values() if group.frozen]
+    args, kwargs = as_call(inputs)
+    with stays_double():
+        with measured(spent, "cut"):
+            small = pp.shrink(masked, graph, plan)
+        found = prove_equal(masked, small, inputs, 1e-10)
+        gap = control(masked, graph, plan, inputs)
+        with torch.no_grad(), open_attention(), FlopCounterMode(display=False) as counter:
+            small.eval()(*args, **kwargs)
+    full = torch.tensor([group.size for group in graph.open.values()], dtype=torch.float64)
     total = sum(group.size for group in graph.groups.values())
     return {
+        "kind": kind,
         "open": round(sum(group.size for group in graph.open.values()) / max(total, 1), 4),
         "macs": round(graph.cost.share(n)["macs"], 4) if len(n) else 1.0,
+        "macs_full": int(graph.cost.at(full)["macs"]),
         "difference": max(found.values()),
-        "control": control(masked, graph, plan, inputs),
+        "control": gap,
         "macs_exact": counter.get_total_flops() // 2 == graph.cost.at(n)["macs"],
         "modes": sorted(found),
-        "trace_seconds": round(traced, 2),
-        "cut_seconds": round(cut, 2),
-        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        **spent,
         "rewired": len(graph.rewired),
-        "reasons": sorted({group.reason.split(" in ")[0] for group in frozen}),
+        "reasons": {g.name: g.reason for g in graph.groups.values() if g.frozen},
     }
+
+
+@contextmanager
+def measured(spent: dict[str, float], name: str) -> Iterator[None]:
+    """Seconds, and the most memory (MB) on top of what was in use before."""
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    before, start = megabytes("VmRSS"), time.perf_counter()
+    yield
+    spent[f"{name}_seconds"] = round(time.perf_counter() - start, 2)
+    spent[f"{name}_mb"] = max(0, megabytes("VmHWM") - before)
+
+
+def megabytes(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key)) // 1024
+
+
+def stays_double() -> Any:
+    """Inside, what is float64 stays so: RMS norms and softmaxes of transformers say float32."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class StaysDouble(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            kwargs = kwargs or {}
+            if args and isinstance(args[0], torch.Tensor) and args[0].dtype is torch.float64:
+                if func is torch.Tensor.float:
+                    return args[0]
+                same = {torch.float32: torch.float64}
+                args = [same.get(arg, arg) if isinstance(arg, torch.dtype) else arg for arg in args]
+                kwargs = {
+                    key: same.get(arg, arg) if isinstance(arg, torch.dtype) else arg
+                    for key, arg in kwargs.items()
+                }
+            return func(*args, **kwargs)
+
+    return StaysDouble()
 
 
 def control(masked: Any, graph: Any, plan: dict[str, list[int]], inputs: Any) -> float:
@@ -129,19 +153,28 @@ def control(masked: Any, graph: Any, plan: dict[str, list[int]], inputs: Any) ->
 
 
 def in_its_own_process(name: str) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--one", name]
-    limit = GIGABYTES << 30
+    """What `examine` says of a model, or how it failed."""
+    limit = BIG_GIGABYTES if is_big(name) else GIGABYTES
+    command = [sys.executable, __file__, "--one", name, "--gigabytes", str(limit)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=SECONDS, check=False,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
-        )  # fmt: skip
+        out, errors = process.communicate(timeout=SECONDS)
+        error = (errors.strip().splitlines() or ["no message"])[-1][:300]
     except subprocess.TimeoutExpired:
-        return {"error": f"no answer after {SECONDS} s"}
-    if done.returncode:
-        return {"error": (done.stderr.strip().splitlines() or ["no message"])[-1][:300]}
-    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return row
+        process.kill()
+        out, _ = process.communicate()
+        error = f"no answer after {SECONDS} s"
+    row: dict[str, Any] = {}
+    for line in out.splitlines():
+        row |= json.loads(line) if line.startswith("{") else {}
+    return row | ({"error": error} if process.returncode else {})
+
+
+def is_big(name: str) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in BIG)
 
 
 def passed(row: dict[str, Any]) -> bool:
@@ -150,44 +183,92 @@ def passed(row: dict[str, Any]) -> bool:
     return row["difference"] <= 1e-10 and (row["control"] > 1e-7 or row["open"] == 0)
 
 
+def count(rows: dict[str, Any], kind: str = "") -> str:
+    """How many of them pass, as text."""
+    chosen = [row for row in rows.values() if row.get("kind", "").startswith(kind)]
+    return f"{sum(passed(row) for row in chosen)} of {len(chosen)}"
+
+
 def write_page(store: dict[str, Any]) -> None:
     rows = dict(sorted(store["models"].items()))
-    good = sum(passed(row) for row in rows.values())
+    libraries: dict[str, dict[str, Any]] = {}
+    for name, row in rows.items():
+        library, _, model = name.partition("/")
+        libraries.setdefault(library, {})[model] = row
     lines = [
         "# Coverage", "",
-        f"{good} of {len(rows)} models pass: a random half of every open group was kept, and the "
+        f"{count(rows)} models pass: a random half of every open group was kept, and the "
         f"cut model equals the masked one in float64 (largest relative difference ≤ 1e-10), with "
         f"MACs as torch counts them. Control: the difference when one channel too many goes. "
+        f"Memory: the most on top of what was in use before. Random weights, small inputs. "
         f"Generated by `make coverage` on {store['date']}, "
         f"{store['machine']}, {store['versions']}.", "",
-        "| model | passes | channels open | MACs left | difference | control | trace (s) | "
-        "peak (MB) | stays whole because |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| library | pass | convolutional | transformers | others |",
+        "|---|---|---|---|---|",
     ]  # fmt: skip
-    for name, row in rows.items():
-        if "error" in row:
-            lines.append(f"| {name} | **no**: {row['error']} | | | | | | | |")
-            continue
-        reasons = "; ".join(row["reasons"]).replace("|", "/")
-        lines.append(
-            f"| {name} | {'yes' if passed(row) else '**no**'} | {row['open']:.0%} | "
-            f"{row['macs']:.1%} | {row['difference']:.0e} | {row['control']:.0e} | "
-            f"{row['trace_seconds']} | {row['peak_mb']} | {reasons} |"
-        )
+    kinds = ("", "conv", "transformer", "other")
+    for library, found in libraries.items():
+        lines.append(f"| {library} | {' | '.join(count(found, kind) for kind in kinds)} |")
+    for library, found in libraries.items():
+        lines += ["", f"## {library}: {count(found)} pass", "", *table(found)]
     PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def main(patterns: list[str]) -> None:
-    store = json.loads(STORE.read_text()) if STORE.exists() else {"models": {}}
-    import torch
+def table(rows: dict[str, Any]) -> list[str]:
+    lines = [
+        "| model | kind | passes | channels open | MACs left | difference | control | "
+        "trace (s, MB) | cut (s, MB) | stays whole because |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in rows.items():
+        if "error" in row:
+            error = row["error"].replace("|", "/")
+            lines.append(f"| {name} | {row.get('kind', '')} | **no**: {error} | | | | | | | |")
+            continue
+        lines.append(
+            f"| {name} | {row['kind']} | {'yes' if passed(row) else '**no**'} | {row['open']:.0%} "
+            f"| {row['macs']:.1%} | {row['difference']:.0e} | {row['control']:.0e} | "
+            f"{row['trace_seconds']}, {row['trace_mb']} | {row['cut_seconds']}, {row['cut_mb']} | "
+            f"{shortened(row['reasons'])} |"
+        )
+    return lines
 
+
+def shortened(reasons: dict[str, str]) -> str:
+    """Distinct reasons without their places; coverage.json has them whole, group by group."""
+    short = {reason.split(" in ")[0].replace("|", "/") for reason in reasons.values()}
+    return "; ".join(sorted(text if len(text) <= 80 else text[:79] + "…" for text in short))
+
+
+def main(patterns: list[str], jobs: int) -> None:
+    store = json.loads(STORE.read_text()) if STORE.exists() else {}
+    old = store.get("models", {})
+    store["models"] = {name: row for name, row in old.items() if "kind" in row}
     store["date"] = time.strftime("%Y-%m-%d")
     store["machine"] = f"{platform.machine()}, one thread"
-    store["versions"] = f"python {platform.python_version()}, torch {torch.__version__}"
-    for name in models():
-        wanted = any(fnmatch.fnmatch(name, f"*/{pattern}") for pattern in patterns)
-        if wanted if patterns else name not in store["models"]:
-            row = in_its_own_process(name)
+    store["versions"] = f"python {platform.python_version()}, " + ", ".join(
+        f"{package} {metadata.version(package)}" for package in PACKAGES
+    )
+    wanted = [name for name in coverage_models.names() if matches(name, patterns, store["models"])]
+    run([name for name in wanted if not is_big(name)], jobs, store)
+    run([name for name in wanted if is_big(name)], 1, store)
+    write_page(store)
+
+
+def matches(name: str, patterns: list[str], done: dict[str, Any]) -> bool:
+    """Without patterns, whatever is not done yet; a pattern is for library/model or model."""
+    if not patterns:
+        return name not in done
+    forms = (name, name.partition("/")[2])
+    return any(fnmatch.fnmatch(form, pattern) for form in forms for pattern in patterns)
+
+
+def run(names: list[str], jobs: int, store: dict[str, Any]) -> None:
+    """Look at the models, as many at a time, and write down each as soon as it is known."""
+    with ThreadPoolExecutor(jobs) as pool:
+        waiting = {pool.submit(in_its_own_process, name): name for name in names}
+        for done in as_completed(waiting):
+            name, row = waiting[done], done.result()
             store["models"][name] = row
             print(name, "passes" if passed(row) else f"FAILS {row.get('error', row)}", flush=True)
             STORE.write_text(json.dumps(store, indent=1, sort_keys=True) + "\n")
@@ -195,7 +276,14 @@ def main(patterns: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--one"]:
-        print(json.dumps(examine(sys.argv[2])))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("patterns", nargs="*")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--one", help="this model, in this process")
+    parser.add_argument("--gigabytes", type=int, default=GIGABYTES)
+    given = parser.parse_args()
+    if given.one:
+        resource.setrlimit(resource.RLIMIT_AS, (given.gigabytes << 30,) * 2)
+        print(json.dumps(examine(given.one)))
     else:
-        main(sys.argv[1:])
+        main(given.patterns, given.jobs)
