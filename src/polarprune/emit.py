@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.fx import _symbolic_trace
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 from torch.utils import _pytree as pytree
 
@@ -219,6 +220,18 @@ def _factories(tracer: _Tracer) -> Iterator[None]:
             setattr(torch, name, function)
 
 
+@contextmanager
+def _nothing_wrapped() -> Iterator[None]:
+    """fx.wrap hides functions of the user from fx; here their code is what matters."""
+    wrapped: dict[Any, Any] = getattr(_symbolic_trace, "_wrapped_fns_to_patch", {})
+    before = dict(wrapped)
+    wrapped.clear()
+    try:
+        yield
+    finally:
+        wrapped.update(before)
+
+
 def _any_known(tree: Any) -> bool:
     if type(tree) is _Known:
         return True
@@ -265,7 +278,7 @@ def _trace(module: nn.Module, leaves: list[Any], form: pytree.TreeSpec) -> fx.Gr
     inputs = {f"x{i}": leaf.clone() if isinstance(leaf, Tensor) else leaf
               for i, leaf in enumerate(leaves)}  # fmt: skip
     tracer = _Tracer(inputs)
-    with torch.no_grad():
+    with torch.no_grad(), _nothing_wrapped():
         graph = tracer.trace(module)
     for node in reversed(list(graph.nodes)):
         if not node.users and node.target in _READINGS:

@@ -53,7 +53,7 @@ class Flow:
     _weights: set[Value] = field(default_factory=set)  # parameters that were moved about
 
     def run(self, tape: Tape) -> None:
-        for op in that_matter(tape):
+        for op in tape.that_matter:
             rule = self.rules.get(op.func) or self.rules.get(op.func._overloadpacket)
             (rule or self.default)(self, op)
         for value in tape.outputs:
@@ -103,14 +103,3 @@ class Flow:
         if value.name:
             return ".parametrizations." not in value.name
         return value in self._weights
-
-
-def that_matter(tape: Tape) -> list[Op]:
-    """Operations that an output depends on, and those that write into something."""
-    needed, found = set(tape.outputs), []
-    for op in reversed(tape.ops):
-        if op.func._schema.is_mutable or any(out in needed for out in op.outs):
-            found.append(op)
-            needed.update(op.inputs())
-            needed.update(value.base for value in op.inputs() if value.base is not None)
-    return found[::-1]

@@ -121,7 +121,7 @@ class Graph:
     def width(self, path: str, place: Place, alive: Tensor) -> int:
         """How wide a tensor inside a module is."""
         number, tensor, axis = place
-        value = _tensors(self.ops_in(path)[number])[tensor]
+        value = self.ops_in(path)[number].tensors()[tensor]
         kept = self.kept(value, axis, alive)
         return value.shape[axis] if kept is None else int(kept.sum())
 
@@ -130,7 +130,7 @@ class Graph:
         return [
             (number, tensor, axis)
             for number, op in enumerate(self.ops_in(path))
-            for tensor, value in enumerate(_tensors(op))
+            for tensor, value in enumerate(op.tensors())
             for axis, width in enumerate(value.shape)
             if width == size and self._is_open(value, axis)
         ]
@@ -160,10 +160,6 @@ class Graph:
 
     def __str__(self) -> str:
         return table(self)
-
-
-def _tensors(op: Op) -> list[Value]:
-    return [*op.inputs(), *op.outs]
 
 
 def stays(units: Tensor, alive: Tensor) -> Tensor:

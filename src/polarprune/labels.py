@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_WIDE = 1 << 31  # two labels as one number
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -51,7 +53,7 @@ class Labels:
         """Element by element after broadcasting."""
         if left is not right:
             a, b = torch.broadcast_tensors(left, right)
-            self._pairs.append(torch.stack([a.flatten(), b.flatten()]).unique(dim=1))
+            self._pairs.append((a * _WIDE + b).flatten())
 
     def freeze(self, layer: Tensor, reason: str) -> None:
         self._frozen.append((layer.unique(), reason))
@@ -70,8 +72,8 @@ class Labels:
         root = torch.arange(self.count)
         if not self._pairs:
             return root
-        self._pairs = [torch.cat(self._pairs, 1).unique(dim=1)]
-        a, b = self._pairs[0]
+        self._pairs = [torch.cat(self._pairs).unique()]
+        a, b = self._pairs[0] // _WIDE, self._pairs[0] % _WIDE
         while True:
             low = torch.minimum(root[a], root[b])
             new = root.clone()

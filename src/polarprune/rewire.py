@@ -105,7 +105,11 @@ def _shape(node: fx.Node, sight: _Sight) -> bool:
     first = _argument(node, lead, "size" if lead == 0 or "new" in str(node.target) else "shape", ())
     shape = list(first) if isinstance(first, (tuple, list)) else list(node.args[lead:])
     more = [] if shape == list(node.args[lead:]) else node.args[lead + 1 :]
-    axes = [k for k in range(len(shape)) if shape[k] != -1 and sight.changed(out, k)]
+    axes = [
+        axis
+        for axis in range(len(shape))
+        if sight.changed(out, axis) and (shape[axis] != -1 or not sight.size(out, axis))
+    ]
     for axis in axes:
         shape[axis] = sight.size(out, axis)
     if axes:

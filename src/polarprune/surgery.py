@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ class Recipe:
     vanished: dict[str, list[Edit]] = field(default_factory=dict)  # blocks with closed branches
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return dict(vars(self))
 
 
 def shrink(model: nn.Module, graph: Graph, plan: Plan) -> nn.Module:
@@ -79,6 +79,7 @@ def write_recipe(model: nn.Module, graph: Graph, plan: Plan) -> Recipe:
     modules = dict(model.named_modules(remove_duplicate=False))
     for path in dict.fromkeys(module_of(name) for name in recipe.slices):
         _describe(path, modules[path], recipe)
+    recipe.constants = [path for path in recipe.constants if graph.ops_in(path)]  # called, not read
     for path, places in graph.numbers.items():
         sizes = {name: graph.width(path, place, alive) for name, place in places.items()}
         recipe.attributes.setdefault(path, {}).update(sizes)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -59,7 +60,15 @@ class Op:
         return f"{self.module or 'model'} ({self.line})"
 
     def inputs(self) -> list[Value]:
+        return self._inputs
+
+    @cached_property
+    def _inputs(self) -> list[Value]:
         return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Value)]
+
+    def tensors(self) -> list[Value]:
+        """All that it reads and all that it gives."""
+        return [*self._inputs, *self.outs]
 
 
 @dataclass(eq=False)
@@ -72,6 +81,17 @@ class Tape:
     marks: dict[tuple[str, str], list[Value]] = field(default_factory=dict)
     numbers: dict[tuple[str, str], int | float] = field(default_factory=dict)  # marked ones
     broken: str | None = None  # the module in which the run failed
+
+    @cached_property
+    def that_matter(self) -> list[Op]:
+        """Operations that an output depends on, and those that write into something."""
+        needed, found = set(self.outputs), []
+        for op in reversed(self.ops):
+            if op.func._schema.is_mutable or any(out in needed for out in op.outs):
+                found.append(op)
+                needed.update(op.inputs())
+                needed.update(value.base for value in op.inputs() if value.base is not None)
+        return found[::-1]
 
 
 class _Recorder(TorchDispatchMode):
@@ -221,6 +241,11 @@ def attempt(
         for module, _, _ in shimmed:
             del module.forward  # as_graph refuses modules that have one of their own
     return recorder.tape, failed
+
+
+def on_host() -> AbstractContextManager[Any]:
+    """Whatever the user's default is, labels live on the host."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 @contextmanager

@@ -27,7 +27,17 @@ from .rewire import shim
 from .rules import RULES, by_tag
 from .spine import hold_spine
 from .surgery import dropped_with, is_gated
-from .tape import Example, Op, Tape, as_call, named_tensors, open_attention, record, untouched
+from .tape import (
+    Example,
+    Op,
+    Tape,
+    as_call,
+    named_tensors,
+    on_host,
+    open_attention,
+    record,
+    untouched,
+)
 from .trial import Deviation, Trial
 
 
@@ -61,7 +71,7 @@ def survey(
     look = _Look(model, example, patterns, {**RULES, **(rules or {})})
     graph = _prove(look, numbers)
     closable = [name for name, group in graph.open.items() if not group.minimum]
-    with torch.device("cpu"):
+    with on_host():
         add_extras(model, graph, {name: dropped_with(model, graph, name) for name in closable})
     return graph
 
@@ -129,7 +139,7 @@ class _Look:
 
     def __call__(self) -> Graph:
         tapes = self._tapes or self._record()
-        with torch.device("cpu"):  # whatever the user's default is, labels live on the host
+        with on_host():
             flow = Flow(Labels(), self.rules, by_tag)
             follow(tapes, flow, self._kept())
             graph = build(tapes, flow, self.held)
@@ -347,15 +357,21 @@ def _called_like(look: _Look, graph: Graph, op: Op) -> list[str]:
 
 def _hold(look: _Look, graph: Graph, found: Deviation) -> Graph:
     """Keep the channels whole that pass the line of code which does not follow."""
-    names, line = graph.owners, found.op.line if found.op else ""
-    for op in (op for tape in graph.tapes for op in tape.ops if op.line == line):
-        for value in (*op.inputs(), *op.outs):
-            for units in graph.values.get(value, []):
-                for unit in set(units.flatten().tolist()) - {WHOLE}:
-                    look.held.setdefault(
-                        names[unit], f"the model's code does not follow when it shrinks: {found}"
-                    )
+    for name in _passing(graph, found):
+        look.held.setdefault(name, f"the model's code does not follow when it shrinks: {found}")
     return look()
+
+
+def _passing(graph: Graph, found: Deviation) -> list[str]:
+    """The groups that pass the line of code at which something went wrong."""
+    if found.op is None:
+        return []
+    line, names, units = found.op.line, graph.owners, set[int]()
+    for op in (op for tape in graph.tapes for op in tape.ops if op.line == line):
+        for value in op.tensors():
+            for layer in graph.values.get(value, []):
+                units.update(layer.flatten().tolist())
+    return list(dict.fromkeys(names[unit] for unit in sorted(units - {WHOLE})))
 
 
 def _hold_one_by_one(look: _Look, graph: Graph, trial: Trial) -> Graph:
@@ -379,19 +395,17 @@ def _let_close(look: _Look, graph: Graph, trial: Trial, numbers: bool) -> Graph:
         found = graph.open and trial.cut(graph, _closed(graph), numbers=numbers)
         if not found:
             return graph
+        before = len(look.minimum)
         if found.op is None or not look.rewire(_called_like(look, graph, found.op)):
-            break
+            for name in _passing(graph, found):
+                if not graph.groups[name].minimum:
+                    look.minimum[name] = f"keeps a channel, as the model's code needs one: {found}"
+            if len(look.minimum) == before:
+                break
         graph = look()
-    for name, group in graph.open.items():
-        alone = None if group.minimum else trial.cut(graph, {name: []}, numbers=numbers)
-        if alone:
-            look.minimum[name] = f"keeps a channel, as the model's code needs one: {alone}"
-    graph = look()
-    if trial.cut(graph, _closed(graph), numbers=numbers):
-        for name in graph.open:
-            look.minimum.setdefault(name, "keeps a channel, to be safe")
-        graph = look()
-    return graph
+    for name in graph.open:
+        look.minimum.setdefault(name, "keeps a channel, to be safe")
+    return look()
 
 
 def _uneven(graph: Graph, seed: int) -> Plan:

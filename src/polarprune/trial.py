@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .errors import PruneError
-from .flow import that_matter
 from .groups import Graph, Plan
 from .proof import in_double, prove_equal
 from .rewire import padding
@@ -34,6 +33,7 @@ class Deviation:
     why: str
     op: Op | None = None  # of the original tape
     index: int = 0  # how far it got
+    ran: bool = True  # to the end, if not as it should
 
     def __str__(self) -> str:
         return f"{self.why} in {self.op.where}" if self.op else self.why
@@ -53,12 +53,12 @@ class Trial:
         """
         recipe = write_recipe(self.model, graph, plan)
         found = self._structure(graph, plan, recipe)
-        if found is None and not numbers:
-            return None
-        return self._numbers(graph, plan, recipe, found) if self._has_weights() else found
+        if self._is_meta() or (found is None and not numbers) or (found and not found.ran):
+            return found
+        return self._numbers(graph, plan, recipe, found)
 
-    def _has_weights(self) -> bool:
-        return not any(parameter.is_meta for parameter in self.model.parameters())
+    def _is_meta(self) -> bool:
+        return any(parameter.is_meta for parameter in self.model.parameters())
 
     def _structure(self, graph: Graph, plan: Plan, recipe: Recipe) -> Deviation | None:
         alive = graph.settle(graph.alive(plan))
@@ -69,10 +69,11 @@ class Trial:
         for training, before in zip((False, True), graph.tapes, strict=False):
             after, error = attempt(small, self.example, training=training)
             found = _compare(graph, alive, before, after, _replaced(recipe))
+            if error is not None:
+                said = f"the cut model does not run: {_first_line(error)}"
+                return replace(found or Deviation(said), why=said, ran=False)
             if found is not None:
                 return found
-            if error is not None:
-                return Deviation(f"the cut model does not run: {_first_line(error)}")
         return None
 
     def _numbers(
@@ -131,18 +132,20 @@ def _replaced(recipe: Recipe) -> Callable[[Op], bool]:
     return skipped
 
 
+_COPIES = ("clone", "contiguous", "detach", "alias", "lift_fresh")  # made or not, by layout
+
+
 def _compare(
     graph: Graph, alive: Tensor, before: Tape, after: Tape, skipped: Callable[[Op], bool]
 ) -> Deviation | None:
-    matter = set(that_matter(before))
-    pairs = zip(
-        (op for op in before.ops if not skipped(op)),
-        (op for op in after.ops if not skipped(op)),
-        strict=False,
-    )
+    matter = set(before.that_matter)
+    ops = [
+        [op for op in tape.ops if op.name not in _COPIES and not skipped(op)]
+        for tape in (before, after)
+    ]
     index = 0
-    for index, (old, new) in enumerate(pairs):
-        if old.func is not new.func:
+    for index, (old, new) in enumerate(zip(*ops, strict=False)):
+        if old.name.removeprefix("_unsafe_") != new.name.removeprefix("_unsafe_"):
             return Deviation(f"{new.name} is computed where {old.name} was", old, index)
         why = _differs(graph, alive, old, new) if old in matter else ""
         if why:
@@ -152,8 +155,8 @@ def _compare(
         if shapes != [value.shape for value in after.outputs]:
             return Deviation("the outputs have other shapes", None, index)
         return None
-    rest = [op for op in before.ops if not skipped(op)][index + 1 :]
-    return Deviation("the cut model does not run", rest[0] if rest else None, index + 1)
+    rest = ops[0][index + 1 :]
+    return Deviation("the cut model stops", rest[0] if rest else None, index + 1)
 
 
 def _differs(graph: Graph, alive: Tensor, old: Op, new: Op) -> str:
