@@ -18,7 +18,7 @@ PACKAGE = Path(polarprune.__file__).parent
 # fmt: off
 ORDER = [
     "errors", "tape", "labels", "flow", "moves", "merges", "rules", "emit", "groups", "spine",
-    "cost", "rewire", "blocks", "attention", "surgery", "proof", "trial", "trace", "gates", "prox",
+    "cost", "rewire", "blocks", "norms", "attention", "surgery", "proof", "trial", "trace", "gates", "prox",
     "schedule", "budget", "controls", "html", "report", "pictures", "pruner", "checkpoint", "demo",
     "cli",
 ]

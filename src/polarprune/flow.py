@@ -34,6 +34,14 @@ class Contraction:
 
 
 @dataclass(eq=False)
+class Statistic:
+    """An operation that takes a mean over channels, which gates can weight."""
+
+    op: Op
+    layer: Tensor
+
+
+@dataclass(eq=False)
 class Flow:
     """Labels on their way through a tape."""
 
@@ -47,6 +55,8 @@ class Flow:
     pending: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     wide: list[Tensor] = field(default_factory=list)  # layers that vary along several axes
     unknown: dict[str, str] = field(default_factory=dict)  # operation -> where
+    norms: Callable[[str], bool] = lambda module: False  # may its means be weighted?
+    statistics: list[Statistic] = field(default_factory=list)
     _layers: dict[Value, list[Tensor]] = field(default_factory=dict)
     _tensors: dict[str, list[Tensor]] = field(default_factory=dict)
     _uniform: set[Value] = field(default_factory=set)
@@ -89,6 +99,13 @@ class Flow:
             if axis in support(layer):
                 return self.labels.flatten_onto(layer, (axis,)).flatten()
         return None
+
+    def weigh(self, op: Op, layer: Tensor) -> bool:
+        """Note that a mean over these channels is to be weighted, if that is wanted."""
+        if len(support(layer)) > 1 or not self.norms(op.module):
+            return False
+        self.statistics.append(Statistic(op, layer))
+        return True
 
     def freeze(self, value: Any, reason: str) -> None:
         for layer in self.layers(value):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .groups import Graph
+from .norms import weigh
 from .surgery import spread
 from .tape import named_tensors
 
@@ -54,6 +55,22 @@ class Gate(nn.Module):
         return x * self.values().to(x.dtype).reshape(shape)
 
 
+class GateVector(nn.Module):
+    """The gates of some channels as one vector: weights for the means of a norm over them."""
+
+    is_gate = True
+    units: Tensor
+
+    def __init__(self, gates: list[Gate], units: Tensor) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList(gates)
+        self.register_buffer("units", units, persistent=False)
+
+    def forward(self) -> Tensor:
+        values: list[Tensor] = [gate.values() for gate in self.gates]  # type: ignore[operator]
+        return spread(torch.cat(values), self.units, 0, 1)
+
+
 class GatedWeight(nn.Module):
     """W·(g ⊙ x) = (W ⊙ g)·x: the gates of the incoming channels, multiplied into the weight."""
 
@@ -88,6 +105,7 @@ def install(model: nn.Module, graph: Graph) -> dict[str, Gate]:
         name: Gate(group.size, dtype=dtype).to(like.device) for name, group in graph.open.items()
     }
     tensors = dict(named_tensors(model))
+    weigh(model, graph, lambda units: GateVector(*_local(graph, gates, units)).to(like.device))
     owners = {name: _owners(model, tensors[name]) for name in graph.sites}
     for name, axes in graph.sites.items():
         for axis, units in axes.items():

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .emit import Emission
 from .errors import PruneError
-from .flow import Contraction, Flow
+from .flow import Contraction, Flow, Statistic
 from .labels import Axis, Labels, support
 from .tape import Op, Tape, Value
 
@@ -60,6 +60,10 @@ class Graph:
     tapes: list[Tape] = field(repr=False)
     baked: dict[Op, Tensor] = field(default_factory=dict, repr=False)  # code that counts channels
     fillings: set[Value] = field(default_factory=set, repr=False)  # zeros, ones, noise
+    # modules that take means over open channels: these, and what the module computes with weights
+    statistics: list[Statistic] = field(default_factory=list, repr=False)
+    weights: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    weighted: dict[str, Emission] = field(default_factory=dict, repr=False)
     unknown: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     # module -> attributes of it that hold a width, and where in the module that width occurs
@@ -362,6 +366,10 @@ def _graph(tapes: Sequence[Tape], flow: Flow, groups: dict[str, Group], position
         units = position[layer]
         if bool((units != WHOLE).any()) and _varies(units, along):
             graph.baked[op] = units
+    for item in flow.statistics:
+        units = position[item.layer]
+        if bool((units != WHOLE).any()):
+            graph.statistics.append(Statistic(item.op, units))
     graph.unknown, graph.fillings = dict(flow.unknown), set(flow._uniform)
     return graph
 

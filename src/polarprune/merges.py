@@ -32,6 +32,8 @@ def _left(flow: Flow, op: Op, source: Value, untouched: Callable[[int], bool]) -
     kept = []
     for layer in flow.layers(source):
         rest = tuple(axis for axis in support(layer) if untouched(axis))
+        if not rest and op.name in ("mean", "var_mean") and flow.weigh(op, layer):
+            continue
         if not rest:
             flow.labels.freeze(layer, f"{op.name} mixes channels in {op.where}")
             continue
@@ -110,21 +112,31 @@ def group_norm(flow: Flow, op: Op) -> None:
             if vector is not None:
                 flow.labels.join(vector, channels)
         rows = channels.reshape(groups, -1)
-        flow.labels.join(rows, rows[:, :1])
-        if groups == 1:
+        if groups > 1:
+            flow.labels.join(rows, rows[:, :1])
+        elif not flow.weigh(op, along(channels, 1, len(source.shape))):
             flow.labels.freeze(channels, f"group norm over all channels in {op.where}")
     flow.set(op.outs[0], flow.layers(source))
 
 
 def layer_norm(flow: Flow, op: Op) -> None:
     source = op.args[0]
-    normed = set(range(len(source.shape) - len(op.args[1]), len(source.shape)))
-    for layer in flow.layers(source):
-        if set(support(layer)) & normed:
+    dim = len(source.shape)
+    normed = set(range(dim - len(op.args[1]), dim))
+    layers = flow.layers(source)
+    mixed = [layer for layer in layers if set(support(layer)) & normed]
+    scales = [
+        layer.reshape((1,) * (dim - layer.dim()) + tuple(layer.shape))
+        for value in op.args[2:4]
+        for layer in flow.layers(value)
+    ]
+    if len(mixed) == 1 and flow.weigh(op, mixed[0]):
+        for layer in scales:
+            flow.labels.join(layer, mixed[0])
+    else:
+        for layer in (*scales, *mixed):
             flow.labels.freeze(layer, f"layer norm mixes channels in {op.where}")
-    for value in op.args[2:4]:
-        flow.freeze(value, f"layer norm mixes channels in {op.where}")
-    flow.set(op.outs[0], flow.layers(source))
+    flow.set(op.outs[0], layers)
 
 
 # --- contractions ---------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ class Pruner:
         keep: patterns of module names to leave whole.
         multiple_of: every kept width is a multiple of this.
         schedule: how ε and the cost go down.
+        norms: open channels that layer, RMS and group norms mix (see `trace`).
     """
 
     def __init__(
@@ -55,12 +56,13 @@ class Pruner:
         keep: str | Iterable[str] = (),
         multiple_of: int = 1,
         schedule: Schedule = Schedule(),
+        norms: bool = False,
     ) -> None:
         limits = _check_settings(macs, params, lam, steps, multiple_of)
         self.model, self.example = model, example_inputs
         self.lam, self.steps, self.schedule = lam, steps, schedule
         self.multiple_of = multiple_of
-        self.graph: Graph = survey(model, example_inputs, keep=keep, numbers=True)
+        self.graph: Graph = survey(model, example_inputs, keep=keep, norms=norms, numbers=True)
         _check_prunable(self.graph)
         self.budget = Budget(self.graph, limits or {"macs": 0.0}, multiple_of)
         if limits:

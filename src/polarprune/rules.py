@@ -98,7 +98,7 @@ def _table() -> dict[Any, Rule]:
         channel_norm: "native_batch_norm _native_batch_norm_legit cudnn_batch_norm "
         "_batch_norm_with_update _native_batch_norm_legit_no_training _batch_norm_no_update",
         group_norm: "native_group_norm",
-        layer_norm: "native_layer_norm",
+        layer_norm: "native_layer_norm _fused_rms_norm",
         convolution: "convolution cudnn_convolution",
         matmul: "mm addmm bmm baddbmm",
         attention: "_scaled_dot_product_flash_attention_for_cpu "

@@ -22,6 +22,7 @@ from .blocks import Edit, as_graph, left_out, owner_of, take_out, vanishing
 from .emit import compiled, decode, no_channel, one_channel, with_forward, with_method
 from .errors import PruneError
 from .groups import Graph, Plan, module_of, stays
+from .norms import Fixed, unweigh, weigh
 from .rewire import rewiring
 from .tape import named_tensors
 
@@ -200,7 +201,7 @@ def _describe_bare_norm(path: str, module: nn.Module, width: int | None, recipe:
         recipe.identities.append(path)
 
 
-def _sizes(path: str, module: nn.Module, recipe: Recipe) -> dict[str, int]:
+def _sizes(path: str, module: nn.Module, recipe: Recipe) -> dict[str, Any]:
     """New values of the attributes that hold widths."""
 
     def kept(tensor: str, axis: int, before: int) -> list[int]:
@@ -231,7 +232,12 @@ def _sizes(path: str, module: nn.Module, recipe: Recipe) -> dict[str, int]:
     if isinstance(module, nn.GroupNorm):
         size = now("weight", 0, module.num_channels)
         per_group = module.num_channels // module.num_groups
-        return {"num_channels": size, "num_groups": size // per_group}
+        return {"num_channels": size, "num_groups": max(1, size // per_group) if size else 0}
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        sizes = tuple(
+            now("weight", axis, size) for axis, size in enumerate(module.normalized_shape)
+        )
+        return {"normalized_shape": sizes}
     if isinstance(module, (batchnorm._BatchNorm, instancenorm._InstanceNorm)):
         tensor = "weight" if module.affine else "running_mean"
         return {"num_features": now(tensor, 0, module.num_features)}
@@ -300,6 +306,7 @@ def _pieces(model: nn.Module, recipe: Recipe) -> dict[int, Tensor]:
 
 def _reform(model: nn.Module, recipe: Recipe) -> nn.Module:
     """Everything in a recipe but the slices, in place."""
+    unweigh(model)
     for path, attributes in recipe.attributes.items():
         for key, value in attributes.items():
             setattr(model.get_submodule(path), key, value)
@@ -427,8 +434,12 @@ class Hollow(nn.Module):
 
 
 def fold(model: nn.Module, graph: Graph, gates: Tensor) -> None:
-    """Multiply gate values into the weights that read the gated channels, in place."""
+    """Multiply gate values into the weights that read the gated channels, in place.
+
+    Norms over gated channels take them as weights.
+    """
     tensors = dict(named_tensors(model))
+    weigh(model, graph, lambda units: Fixed(spread(gates, units, 0, 1)))
     with torch.no_grad():
         for name, axes in graph.sites.items():
             tensor = tensors[name]
@@ -459,6 +470,7 @@ def plain(model: nn.Module) -> nn.Module:
     ]
     for module, tensor, value in gated:
         _fold_in(module, tensor, value)
+    unweigh(model)
     return model
 
 

@@ -83,6 +83,11 @@ class Tape:
     broken: str | None = None  # the module in which the run failed
 
     @cached_property
+    def needed(self) -> set[Value]:
+        """Tensors that an output depends on."""
+        return {value for op in self.that_matter for value in op.inputs()} | set(self.outputs)
+
+    @cached_property
     def that_matter(self) -> list[Op]:
         """Operations that an output depends on, and those that write into something."""
         needed, found = set(self.outputs), []

@@ -23,6 +23,7 @@ from .errors import PruneError
 from .flow import Flow, Rule
 from .groups import WHOLE, Graph, Place, Plan, build, follow, module_of
 from .labels import Labels
+from .norms import weights_in
 from .rewire import shim
 from .rules import RULES, by_tag
 from .spine import hold_spine
@@ -47,13 +48,16 @@ def trace(
     *,
     keep: str | Iterable[str] = (),
     rules: Mapping[Any, Rule] | None = None,
+    norms: bool = False,
 ) -> Graph:
     """Follow every channel of `model` by running it once on `example_inputs`.
 
     `keep`: patterns of module names to leave whole (`"layer4.*"`).
     `rules`: rules for operations that are not known, `{torch.ops.…: rule}`.
+    `norms`: open channels that layer, RMS and group norms mix, such as the residual stream of a
+    transformer; the gated model then computes these norms with gate-weighted statistics.
     """
-    return survey(model, example_inputs, keep=keep, rules=rules, numbers=bool(rules))
+    return survey(model, example_inputs, keep=keep, rules=rules, norms=norms, numbers=bool(rules))
 
 
 def survey(
@@ -62,13 +66,14 @@ def survey(
     *,
     keep: str | Iterable[str] = (),
     rules: Mapping[Any, Rule] | None = None,
+    norms: bool = False,
     numbers: bool = False,
 ) -> Graph:
     """`trace`; with `numbers`, outputs of trial cuts are compared too, before training starts."""
     check_model(model)
     check_example(model, example)
     patterns = (keep,) if isinstance(keep, str) else tuple(keep)
-    look = _Look(model, example, patterns, {**RULES, **(rules or {})})
+    look = _Look(model, example, patterns, {**RULES, **(rules or {})}, norms)
     graph = _prove(look, numbers)
     closable = [name for name, group in graph.open.items() if not group.minimum]
     with on_host():
@@ -124,9 +129,17 @@ class _Look:
     """One look at the model; repeated when something has to be treated differently."""
 
     def __init__(
-        self, model: nn.Module, example: Example, keep: tuple[str, ...], rules: Mapping[Any, Rule]
+        self,
+        model: nn.Module,
+        example: Example,
+        keep: tuple[str, ...],
+        rules: Mapping[Any, Rule],
+        norms: bool,
     ) -> None:
         self.model, self.example, self.keep, self.rules = model, example, keep, rules
+        self.norms = norms
+        self.norm_code: dict[str, Emission] = {}  # modules that take means over channels
+        self.mixing: set[str] = set()  # those whose means cannot be weighted
         self.modules = dict(model.named_modules())
         self.rewired: dict[str, Emission] = {}
         self.numbers: dict[str, dict[str, Place]] = {}  # attributes that follow a width
@@ -138,9 +151,38 @@ class _Look:
         self._hopeless: set[str] = set()  # modules that cannot be re-emitted
 
     def __call__(self) -> Graph:
+        """Repeated until all means over open channels can be weighted."""
+        while True:
+            graph = self._look()
+            unknown = {item.op.module for item in graph.statistics} - self.norm_code.keys()
+            if unknown:
+                found = captured(self.model, self.example, sorted(unknown))
+                self.norm_code.update(found)
+                self.mixing |= unknown - found.keys()
+                self._tapes = []
+            elif not self._weigh(graph):
+                return graph
+
+    def _weigh(self, graph: Graph) -> bool:
+        """Find the means in the code of their modules; True if some cannot be weighted."""
+        before = len(self.mixing)
+        for path in dict.fromkeys(item.op.module for item in graph.statistics):
+            emission = self.rewired.get(path) or self.norm_code[path]
+            weights = weights_in(graph, path, emission)
+            if weights is None:
+                self.mixing.add(path)
+            else:
+                graph.weights[path], graph.weighted[path] = weights
+        for units in graph.weights.values():
+            for name in {graph.owners[unit] for unit in units.tolist() if unit != WHOLE}:
+                graph.groups[name].minimum = max(1, graph.groups[name].minimum)
+        return len(self.mixing) > before
+
+    def _look(self) -> Graph:
         tapes = self._tapes or self._record()
         with on_host():
             flow = Flow(Labels(), self.rules, by_tag)
+            flow.norms = lambda path: self.norms and path not in self.mixing
             follow(tapes, flow, self._kept())
             graph = build(tapes, flow, self.held)
             graph.rewired, graph.numbers = dict(self.rewired), dict(self.numbers)
@@ -152,7 +194,8 @@ class _Look:
         return graph
 
     def _record(self) -> list[Tape]:
-        shims = {path: partial(shim, emission=emission) for path, emission in self.rewired.items()}
+        code = {**self.norm_code, **self.rewired}
+        shims = {path: partial(shim, emission=emission) for path, emission in code.items()}
         self._tapes = [record(self.model, self.example, training=False, shims=shims)]
         self.notes = []
         try:

@@ -1,0 +1,192 @@
+"""Norms over channels with gate-weighted statistics: Σ g x / Σ g in place of the mean.
+
+Where the gates are 0 or 1 this is the norm over the channels that stay, so the channels of a
+residual stream can close although a layer norm, RMS norm or group norm reads all of them. The
+gated model computes the weighted norm; what is exported has the plain norm again, only narrower.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from .emit import Emission, with_forward
+from .groups import Graph
+from .labels import support
+from .tape import Value
+
+WEIGHTS = "polar_weights"  # the child that knows the gates
+
+
+def weighted_mean(g: Tensor, axis: int, x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    """Σ g x / Σ g over `dim`, which includes `axis`."""
+    return (x * _laid(g, axis, x)).mean(dim, keepdim) * (g.numel() / g.sum()).to(x.dtype)
+
+
+def _laid(g: Tensor, axis: int, x: Tensor) -> Tensor:
+    shape = [1] * x.dim()
+    shape[axis] = -1
+    return g.to(x.dtype).reshape(shape)
+
+
+def _mean(g: Tensor, axis: int, x: Tensor, dim: Any, keepdim: bool = False, **kw: Any) -> Tensor:
+    return weighted_mean(g, axis, x, dim, keepdim)
+
+
+def _var_mean(
+    g: Tensor,
+    axis: int,
+    x: Tensor,
+    dim: Any,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    **kw: Any,
+) -> tuple[Tensor, Tensor]:
+    mean = weighted_mean(g, axis, x, dim, True)
+    var = weighted_mean(g, axis, (x - mean).square(), dim, True)
+    return (var, mean) if keepdim else (var.squeeze(dim), mean.squeeze(dim))
+
+
+def _layer_norm(
+    g: Tensor,
+    axis: int,
+    x: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *rest: Any,
+    **kw: Any,
+) -> Tensor:
+    dims = list(range(x.dim() - len(normalized_shape), x.dim()))
+    x = _normalised(g, axis, x, dims, eps)
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+def _normalised(g: Tensor, axis: int, x: Tensor, dims: list[int], eps: float) -> Tensor:
+    x = x - weighted_mean(g, axis, x, dims, True)
+    return x * torch.rsqrt(weighted_mean(g, axis, x.square(), dims, True) + eps)
+
+
+def _rms_norm(
+    g: Tensor,
+    axis: int,
+    x: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    dims = list(range(x.dim() - len(normalized_shape), x.dim()))
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    x = x * torch.rsqrt(weighted_mean(g, axis, x.square(), dims, True) + eps)
+    return x if weight is None else x * weight
+
+
+def _group_norm(
+    g: Tensor,
+    axis: int,
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *rest: Any,
+) -> Tensor:
+    """Of one group: with more, whole groups go and no weights are needed."""
+    shape = (1, -1, *[1] * (x.dim() - 2))
+    x = _normalised(g, axis, x, list(range(1, x.dim())), eps)
+    x = x if weight is None else x * weight.reshape(shape)
+    return x if bias is None else x + bias.reshape(shape)
+
+
+_WEIGHTED: dict[Any, Callable[..., Any]] = {
+    "mean": _mean, torch.mean: _mean, torch.var_mean: _var_mean,
+    F.layer_norm: _layer_norm, torch.layer_norm: _layer_norm,
+    F.rms_norm: _rms_norm, torch.rms_norm: _rms_norm,
+    F.group_norm: _group_norm, torch.group_norm: _group_norm,
+}  # fmt: skip
+
+
+def can_be_weighted(node: fx.Node) -> bool:
+    if node.target is torch.var_mean and node.kwargs.get("unbiased", True) in (True, None):
+        return bool(node.kwargs.get("correction", 1) == 0)
+    return node.target in _WEIGHTED
+
+
+def weighted(emission: Emission, nodes: Mapping[str, Mapping[str, int]]) -> Emission:
+    """The emission with these nodes (mode -> name -> axis of the channels) weighted."""
+    for mode, places in nodes.items():
+        graph = emission.graphs[mode]
+        for node in [node for node in graph.nodes if node.name in places]:
+            with graph.inserting_before(node):
+                gates = graph.call_module(WEIGHTS)
+                new = graph.call_function(
+                    _WEIGHTED[node.target],
+                    (gates, places[node.name], *node.args),
+                    {k: v for k, v in node.kwargs.items() if k not in ("dtype", "correction")},
+                )
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
+    return emission
+
+
+def weights_in(graph: Graph, path: str, emission: Emission) -> tuple[Tensor, Emission] | None:
+    """The channels that a module takes means over, and what it computes with weights."""
+    nodes: dict[str, dict[str, int]] = {}
+    layers = [item.layer for item in graph.statistics if item.op.module == path]
+    known = {node.name: node for code in emission.graphs.values() for node in code.nodes}
+    for mode, tape in zip(("eval", "train"), graph.tapes, strict=False):
+        ops = {item.op: item.layer for item in graph.statistics if item.op.module == path}
+        names: dict[Value, str] = {}
+        for (where, name), values in tape.marks.items():
+            for value in values if where == path else ():
+                names.setdefault(value, name)
+        for op in tape.ops:
+            place = names.get(op.outs[0]) if op in ops else None
+            if place is not None and not can_be_weighted(known[place]):
+                return None
+            if place is not None:
+                nodes.setdefault(mode, {})[place] = support(ops[op])[0]
+    first = layers[0].flatten()
+    same = all(torch.equal(layer.flatten(), first) for layer in layers)
+    modes = {mode for mode, _ in zip(("eval", "train"), graph.tapes, strict=False)}
+    if not same or nodes.keys() != modes:
+        return None
+    if len(modes) == 1:
+        nodes["train"] = nodes["eval"] if emission.only else {}
+    return first, weighted(copy.deepcopy(emission), nodes)
+
+
+def weigh(model: nn.Module, graph: Graph, make: Callable[[Tensor], nn.Module]) -> None:
+    """Let the norms over open channels take their weights from what `make(units)` gives."""
+    for path, units in graph.weights.items():
+        module = model.get_submodule(path)
+        with_forward(module, graph.weighted[path])
+        module.add_module(WEIGHTS, make(units))
+
+
+def unweigh(model: nn.Module) -> None:
+    """Back to plain norms."""
+    for module in model.modules():
+        if WEIGHTS in module._modules:
+            del module._modules[WEIGHTS]
+            module.__class__ = type(module).__bases__[0]
+
+
+class Fixed(nn.Module):
+    """Weights that do not change."""
+
+    value: Tensor
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("value", value, persistent=False)
+
+    def forward(self) -> Tensor:
+        return self.value

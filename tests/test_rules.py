@@ -1,0 +1,127 @@
+"""docs/rules.md stays true: its code runs, and what it teaches is proved by numbers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_awkward import cut_at_random, images
+from torch import nn
+
+import polarprune as pp
+from polarprune.flow import Flow
+from polarprune.labels import Labels
+from polarprune.rules import pointwise
+from polarprune.tape import Op, Value
+
+PAGE = Path(__file__).parent.parent / "docs" / "rules.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+
+
+def run_block(number: int) -> dict[str, Any]:
+    """A block of the page, with the lines that it has there."""
+    block = list(re.finditer(r"```python\n(.*?)```", TEXT, re.DOTALL))[number]
+    lines = "\n" * TEXT[: block.start(1)].count("\n")
+    scope: dict[str, Any] = {}
+    exec(compile(lines + block[1], PAGE.name, "exec"), scope)
+    return scope
+
+
+def line_of(code: str) -> int:
+    return TEXT[: TEXT.index(code)].count("\n") + 1
+
+
+@pytest.fixture(scope="module")
+def swish() -> dict[str, Any]:
+    torch.manual_seed(0)
+    return run_block(0)
+
+
+def doubled(net: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(torch.rand_like(parameter))
+    return net.double()
+
+
+def test_operation_without_a_rule_is_listed_with_its_place(swish: dict[str, Any]) -> None:
+    graph = swish["unruled"]
+    place = f"rules.md:{line_of('return swish(x, self.gain)')}"
+    assert graph.unknown == {"my.swish.default": f"1 ({place})"}
+    for name, module in (("0", "1"), ("2", "3")):
+        reason = f"channels cannot be followed through my.swish.default in {module} ({place})"
+        assert graph.groups[name].frozen and graph.groups[name].reason == reason
+    assert f"unknown operation: my.swish.default in 1 ({place})" in str(graph)
+
+
+@pytest.mark.parametrize("overload", [False, True], ids=["all overloads", "one overload"])
+def test_taught_operation_is_cut_exactly(swish: dict[str, Any], overload: bool) -> None:
+    net, x = doubled(swish["net"]), images(2, 3, 9, 9)
+    taught = torch.ops.my.swish.default if overload else torch.ops.my.swish
+    graph = pp.trace(net, x, rules={taught: swish["per_channel"]})
+    assert set(graph.open) == {"0", "2"}
+    this = cut_at_random(net, graph, (x,))
+    assert len(this.small[1].gain) == this.small[0].out_channels == len(this.plan["0"])
+    assert torch.equal(this.small[1].gain, net[1].gain[this.plan["0"]])
+
+
+def test_rule_that_forgets_an_operand_is_found_out(swish: dict[str, Any]) -> None:
+    def forgetful(flow: Flow, op: Op) -> None:
+        flow.set(op.outs[0], flow.layers(op.args[0]))
+
+    net = nn.Sequential(*swish["net"][:3]).double()
+    graph = pp.trace(net, images(2, 3, 9, 9), rules={torch.ops.my.swish: forgetful})
+    assert graph.open == {}
+    assert "the model's code does not follow" in graph.groups["0"].reason
+
+
+def test_rule_that_freezes_says_why() -> None:
+    def whole(flow: Flow, op: Op) -> None:
+        for layer in flow.layers(op.args[0]):
+            flow.labels.freeze(layer, f"I say so in {op.where}")
+        pointwise(flow, op)
+
+    net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 2))
+    graph = pp.trace(net, torch.randn(4, 3), rules={torch.ops.aten.relu: whole})
+    assert graph.groups["0"].reason.startswith("I say so in 1 (test_rules.py:")
+    assert set(graph.open) == {"2"}
+
+
+def test_contraction_of_the_user_is_a_place_for_a_gate() -> None:
+    torch.manual_seed(0)
+    scope = run_block(1)
+    net, x = doubled(scope["net"]), images(2, 3, 9, 9)
+    graph = pp.trace(net, x, rules={torch.ops.my.project: scope["merging"]})
+    assert {name: sorted(axes) for name, axes in graph.sites.items()} == {
+        "1.weight": [1],
+        "3.weight": [1],
+    }
+    this = cut_at_random(net, graph, (x,))
+    kept = len(this.plan["1"]), len(this.plan["0"])
+    assert tuple(this.small[1].weight.shape) == kept
+
+
+def test_rule_that_takes_mixed_channels_for_separate_ones_is_found_out() -> None:
+    graph = run_block(2)["graph"]
+    assert graph.open == {}
+    assert graph.unknown == {}
+
+
+def test_page_names_only_what_there_is() -> None:
+    value, flow = Value((1,)), Flow(Labels(), {}, pointwise)
+    there = {"flow": flow, "op": Op(None, (), {}, [value], "", ""), "labels": flow.labels}
+    named = re.findall(r"`(?:flow\.)?(flow|op|labels)\.(\w+)", TEXT)
+    assert {("flow", "layers"), ("flow", "on"), ("labels", "join"), ("op", "outs")} <= set(named)
+    assert [pair for pair in named if not hasattr(there[pair[0]], pair[1])] == []
+
+
+def test_unused_rule_changes_nothing() -> None:
+    def never(flow: Flow, op: Op) -> None:
+        raise AssertionError("not in this model")
+
+    net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+    graph = pp.trace(net, torch.randn(4, 3), rules={torch.ops.aten.gelu: never})
+    assert graph.groups == pp.trace(net, torch.randn(4, 3)).groups
