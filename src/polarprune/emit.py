@@ -13,7 +13,7 @@ import copy
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +47,8 @@ class Emission:
         """The arguments of the graph, from those of a call."""
         leaves, form = pytree.tree_flatten((args, kwargs))
         if pytree.treespec_dumps(form) != self.form or any(
-            leaves[int(number)] != value for number, value in self.fixed.items()
+            type(leaves[int(number)]) is not type(value) or leaves[int(number)] != value
+            for number, value in self.fixed.items()
         ):
             raise PruneError(
                 "called in another form than in the example, for which the code was re-emitted. "
@@ -60,6 +61,12 @@ class Emission:
         """The graph, if both modes have the same."""
         train, evaluated = self.graphs["train"], self.graphs["eval"]
         return train if str(train) == str(evaluated) else None
+
+
+def form_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """What two calls must have in common for one graph to do."""
+    leaves, form = pytree.tree_flatten((args, kwargs))
+    return f"{form} {[leaf if isinstance(leaf, _PLAIN) else type(leaf) for leaf in leaves]}"
 
 
 # --- tracing --------------------------------------------------------------------------------------
@@ -84,31 +91,45 @@ class _Known(fx.Proxy):
         return tracer.create_proxy("call_function", getattr, (self, name), {})
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(list(self.value) if isinstance(self.value, dict) else self._items())
-
-    def _items(self) -> list[Any]:
-        return [operator.getitem(self, i) for i in range(len(self.value))]
+        if isinstance(self.value, Mapping):
+            return iter(list(self.value))
+        return iter([operator.getitem(self, i) for i in range(len(self))])
 
     def keys(self) -> Any:
         return self.value.keys()
 
+    def _said(self, result: Any) -> Any:
+        """A plain value that code goes on with: another one later would take another way."""
+        tracer: Any = self.tracer
+        if isinstance(self.value, Tensor) or self.node in tracer.from_data:
+            raise PruneError("code that depends on the values in a tensor")
+        tracer.create_proxy("call_function", expect, (self, self.value), {})
+        return result
+
     def __len__(self) -> int:
+        if isinstance(self.value, Tensor):
+            return int(self.size(0))
+        if not isinstance(self.value, torch.Size):  # a tensor always has as many axes, but
+            self.tracer.create_proxy("call_function", expect_pieces, (self, len(self.value)), {})
         return len(self.value)
 
     def __bool__(self) -> bool:
-        return bool(self.value)
+        return bool(self._said(bool(self.value)))
 
     def __index__(self) -> int:
-        return int(operator.index(self.value))
+        return int(self._said(operator.index(self.value)))
 
     def __int__(self) -> int:
-        return int(self.value)
+        return int(self._said(int(self.value)))
 
     def __float__(self) -> float:
-        return float(self.value)
+        return float(self._said(float(self.value)))
+
+    def __round__(self, digits: Any = None) -> Any:
+        return self._said(round(self.value, digits))
 
     def __contains__(self, item: Any) -> bool:
-        return item in self.value
+        return bool(self._said(item in self.value))
 
     def __hash__(self) -> int:
         return hash(self.value)
@@ -127,6 +148,7 @@ class _Tracer(fx.Tracer):
         super().__init__()
         self.inputs = inputs
         self.values: dict[fx.Node, Any] = {}
+        self.from_data: set[fx.Node] = set()  # numbers that were read out of a tensor
         self.running = False  # a node is being computed: nothing is written down
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -153,9 +175,14 @@ class _Tracer(fx.Tracer):
         finally:
             self.running = before
         self.values[known.node] = known.value = value
-        if value is None or isinstance(value, (bool, str)):
-            return value
-        return known
+        sources = set(known.node.all_input_nodes)
+        if target in ("item", "tolist") or (
+            not isinstance(value, Tensor) and sources & self.from_data
+        ):
+            self.from_data.add(known.node)
+        if isinstance(value, bool) and target in _COMPARISONS:
+            return bool(known)
+        return value if value is None or isinstance(value, (bool, str)) else known
 
     def _compute(self, node: fx.Node) -> Any:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
@@ -180,8 +207,21 @@ class _Tracer(fx.Tracer):
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
-    def to_bool(self, obj: Any) -> bool:
-        return bool(obj.value)
+
+_COMPARISONS = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
+
+
+def expect_pieces(found: Any, example: int) -> None:
+    expect(len(found), example)
+
+
+def expect(found: Any, example: Any) -> None:
+    """Code branched on a size, or went on with it as a number: another one needs other code."""
+    if found != example:
+        raise PruneError(
+            f"the code of this module was re-emitted for the sizes of the example ({example} in "
+            f"one place, where {found} is found now). Trace with an example of the size in use."
+        )
 
 
 class _Functions(TorchFunctionMode):
@@ -339,9 +379,14 @@ def encode(emission: Emission) -> dict[str, Any]:
 
 
 def decode(data: dict[str, Any]) -> Emission:
-    graphs = {mode: _decode_graph(data[mode]) for mode in ("train", "eval")}
-    fixed = {number: _decode(value, {}) for number, value in data["fixed"].items()}
-    return Emission(data["form"], fixed, graphs)
+    try:
+        graphs = {mode: _decode_graph(data[mode]) for mode in ("train", "eval")}
+        fixed = {number: _decode(value, {}) for number, value in data["fixed"].items()}
+        return Emission(data["form"], fixed, graphs)
+    except PruneError:
+        raise
+    except Exception as error:  # whatever may be in a file
+        raise PruneError(f"stored code is damaged: {error!r}. Nothing was loaded.") from error
 
 
 def _encode_graph(graph: fx.Graph) -> list[Any]:
@@ -370,21 +415,31 @@ def _check_words(name: str, kind: str, target: str, args: Any, kwargs: Any) -> N
     words = [name, *target.split("."), *kwargs["dict"]]
     if kind == "call_function" and target == "builtins.getattr":
         words.append(args["tuple"][1])
-        private = words[-1].startswith("_")
-    else:
-        private = kind == "call_method" and not hasattr(Tensor, target)
-    if private or not all(f"_{word}".isidentifier() for word in words):
+    method = kind != "call_method" or (hasattr(Tensor, target) and target[0] != "_")
+    kinds = ("placeholder", "get_attr", "call_module", "call_method", "call_function", "output")
+    if not (kind in kinds and method) or not all(
+        isinstance(word, str) and f"_{word}".isidentifier() and not word.startswith("__")
+        for word in words
+    ):
         raise PruneError(f"the file holds code that is not understood ({name}): not loaded.")
 
 
 _SPACES: dict[str, Any] = {
-    "torch": torch, "F": F, "nn": torch._C._nn, "Tensor": Tensor, "operator": operator,
-    "math": math, "linalg": torch.linalg, "fft": torch.fft, "special": torch.special,
+    "torch": torch, "F": F, "nn": torch._C._nn, "Tensor": Tensor, "linalg": torch.linalg,
+    "fft": torch.fft, "special": torch.special,
 }  # fmt: skip
+_OPERATORS = (
+    "abs add and_ eq floordiv ge getitem gt iadd iand ifloordiv imatmul imod imul index inv invert "
+    "ior ipow isub itruediv ixor le lt matmul mod mul ne neg not_ or_ pos pow setitem sub truediv "
+    "xor"
+)
 _OTHERS = {
     "builtins.getattr": builtins.getattr,
     "polarprune.one_channel": one_channel,
     "polarprune.no_channel": no_channel,
+    "polarprune.expect": expect,
+    "polarprune.expect_pieces": expect_pieces,
+    **{f"operator.{name}": getattr(operator, name) for name in _OPERATORS.split()},
 }
 
 
@@ -396,9 +451,8 @@ def _known_functions() -> dict[str, Any]:
     for space, home in _SPACES.items():
         for name in dir(home):
             function = getattr(home, name, None)
-            mine = home in (operator, math) and not name.startswith("__")
             try:
-                if callable(function) and (mine or function in allowed):
+                if callable(function) and function in allowed:
                     found[f"{space}.{name}"] = function
             except TypeError:
                 continue
@@ -466,4 +520,9 @@ def _decode(data: Any, nodes: dict[str, fx.Node]) -> Any:
         return Ellipsis
     if kind == "device":
         return torch.device(held)
-    return float(held) if kind == "float" else getattr(torch, held)
+    if kind == "float":
+        return float(held)
+    found = getattr(torch, held, None)
+    if not isinstance(found, _KINDS.get(kind, ())):
+        raise PruneError(f"the file holds a {kind} {held!r} that is not known: not loaded.")
+    return found

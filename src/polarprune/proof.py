@@ -23,6 +23,8 @@ class _NoDropout(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _DROPOUTS:
             return args[0] if args else kwargs["input"]
+        if func is torch.nn.functional.multi_head_attention_forward:
+            kwargs = {**kwargs, "training": False}  # it calls dropout where no mode looks
         if func is torch.nn.functional.scaled_dot_product_attention:
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
             kwargs = {**kwargs, **({"dropout_p": 0.0} if "dropout_p" in kwargs else {})}

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from .emit import Emission, decode, encode, no_channel, one_channel
+from .emit import Emission, decode, encode, expect, no_channel, one_channel
 from .groups import Graph
 from .tape import Mark, Tape, Value
 
@@ -236,6 +236,10 @@ def _keep_scales(graph: fx.Graph, sight: _Sight) -> bool:
     widths: set[fx.Node] = set()
     changed = False
     for node in list(graph.nodes):
+        if node.target is expect and node.args[0] in widths:
+            graph.erase_node(node)  # the number of the example is the one to go on with
+            changed = True
+            continue
         number = sight.number(node)
         if _reads_width(node, sight) or (number is not None and widths & set(node.all_input_nodes)):
             widths.add(node)
@@ -249,7 +253,8 @@ def _keep_scales(graph: fx.Graph, sight: _Sight) -> bool:
 
 
 _ARITHMETIC = (operator.mul, operator.truediv, operator.add, operator.sub, operator.imul,
-               operator.itruediv, torch.mul, torch.div, "mul", "div", "mul_", "div_")  # fmt: skip
+               operator.itruediv, torch.mul, torch.div, torch.tensor, "mul", "div", "mul_", "div_",
+               "new_tensor", "clamp", torch.clamp)  # fmt: skip
 
 
 def _reads_width(node: fx.Node, sight: _Sight) -> bool:

@@ -36,7 +36,7 @@ class Value:
     stride: tuple[int, ...] = ()
     itemsize: int = 4
     base: Value | None = None  # what it is a view of
-    data: Tensor | None = None  # kept for small integer tensors only: they may be indices
+    data: Tensor | None = None  # kept for small integer tensors (they may be indices), constants
 
 
 @dataclass(eq=False)
@@ -129,6 +129,8 @@ class _Recorder(TorchDispatchMode):
             named_args, named_kwargs = tree_map_only(Tensor, self.value, (tuple(args), kwargs))
             module = self.stack[-1] if self.stack else ""
             outs = self.values(out)
+            if func is _FRESH and out.numel() < _SMALL:
+                named_args[0].data = out.detach().clone()
             if any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns):
                 for value in outs:  # a view; ATen's views are all of their first argument
                     value.base = value.base or named_args[0].base or named_args[0]
@@ -136,6 +138,10 @@ class _Recorder(TorchDispatchMode):
                 Op(func, named_args, named_kwargs, outs, module, _user_line(), macs)
             )
         return out
+
+
+_FRESH = torch.ops.aten.lift_fresh.default  # what torch.tensor(...) in the code becomes
+_SMALL = 4096
 
 
 def _value(tensor: Tensor, name: str = "") -> Value:

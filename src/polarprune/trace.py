@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from .cost import add_extras, measure
-from .emit import Emission, capture
+from .emit import Emission, capture, form_of
 from .errors import PruneError
 from .flow import Flow, Rule
 from .groups import WHOLE, Graph, Place, Plan, build, follow, module_of
@@ -173,8 +173,9 @@ class _Look:
                 self.mixing.add(path)
             else:
                 graph.weights[path], graph.weighted[path] = weights
+        names = graph.owners
         for units in graph.weights.values():
-            for name in {graph.owners[unit] for unit in units.tolist() if unit != WHOLE}:
+            for name in {names[unit] for unit in units.tolist() if unit != WHOLE}:
                 graph.groups[name].minimum = max(1, graph.groups[name].minimum)
         return len(self.mixing) > before
 
@@ -251,9 +252,11 @@ def _matches(module: str, pattern: str) -> bool:
 def captured(model: nn.Module, example: Example, paths: Iterable[str]) -> dict[str, Emission]:
     """What these modules compute in a run on the example, where that can be written down."""
     calls: dict[str, tuple[Any, Any]] = {}
+    forms: dict[str, set[str]] = {}
 
     def hook(path: str) -> Any:
         def remember(module: nn.Module, args: Any, kwargs: Any) -> None:
+            forms.setdefault(path, set()).add(form_of(args, kwargs))
             calls.setdefault(path, tree_map_only(Tensor, Tensor.clone, (args, kwargs)))
 
         return remember
@@ -268,7 +271,8 @@ def captured(model: nn.Module, example: Example, paths: Iterable[str]) -> dict[s
         with untouched(model, False), open_attention():
             model(*args, **kwargs)
             for path, call in calls.items():
-                emission = capture(model.get_submodule(path), *call)
+                several = len(forms[path]) > 1
+                emission = None if several else capture(model.get_submodule(path), *call)
                 if emission is not None:
                     found[path] = emission
     finally:
@@ -365,6 +369,12 @@ def _change_numbers(look: _Look, graph: Graph, trial: Trial, found: Deviation) -
     return None
 
 
+def _alike(look: _Look, graph: Graph, path: str) -> list[str]:
+    """Modules of the same class that perform the same operations."""
+    mine = [op.name for op in graph.ops_in(path)]
+    return [p for p in look.like(path) if [op.name for op in graph.ops_in(p)] == mine]
+
+
 _PLANS = 16
 
 
@@ -400,21 +410,25 @@ def _called_like(look: _Look, graph: Graph, op: Op) -> list[str]:
 
 def _hold(look: _Look, graph: Graph, found: Deviation) -> Graph:
     """Keep the channels whole that pass the line of code which does not follow."""
-    for name in _passing(graph, found):
+    for name in _passing(look, graph, found):
         look.held.setdefault(name, f"the model's code does not follow when it shrinks: {found}")
     return look()
 
 
-def _passing(graph: Graph, found: Deviation) -> list[str]:
+def _passing(look: _Look, graph: Graph, found: Deviation) -> list[str]:
     """The groups that pass the line of code at which something went wrong."""
     if found.op is None:
         return []
-    line, names, units = found.op.line, graph.owners, set[int]()
-    for op in (op for tape in graph.tapes for op in tape.ops if op.line == line):
-        for value in op.tensors():
-            for layer in graph.values.get(value, []):
-                units.update(layer.flatten().tolist())
-    return list(dict.fromkeys(names[unit] for unit in sorted(units - {WHOLE})))
+    names, units = graph.owners, set[int]()
+    for path in look.like(found.op.module):
+        for op in (op for op in graph.ops_in(path) if op.line == found.op.line):
+            units |= _open_units(graph, op)
+    return list(dict.fromkeys(names[unit] for unit in sorted(units)))
+
+
+def _open_units(graph: Graph, op: Op) -> set[int]:
+    layers = [layer for value in op.tensors() for layer in graph.values.get(value, [])]
+    return {unit for layer in layers for unit in layer.unique().tolist()} - {WHOLE}
 
 
 def _hold_one_by_one(look: _Look, graph: Graph, trial: Trial) -> Graph:
@@ -438,13 +452,19 @@ def _let_close(look: _Look, graph: Graph, trial: Trial, numbers: bool) -> Graph:
         found = graph.open and trial.cut(graph, _closed(graph), numbers=numbers)
         if not found:
             return graph
-        before = len(look.minimum)
-        if found.op is None or not look.rewire(_called_like(look, graph, found.op)):
-            for name in _passing(graph, found):
-                if not graph.groups[name].minimum:
-                    look.minimum[name] = f"keeps a channel, as the model's code needs one: {found}"
-            if len(look.minimum) == before:
-                break
+        before, code = len(look.minimum), look.rewired
+        if found.op and look.rewire(_called_like(look, graph, found.op)):
+            graph = look()
+            further = trial.cut(graph, _closed(graph), numbers=numbers)
+            if not further or further.index > found.index:
+                continue
+            look.set_rewired(code)
+            graph = look()
+        for name in _passing(look, graph, found):
+            if not graph.groups[name].minimum:
+                look.minimum[name] = f"keeps a channel, as the model's code needs one: {found}"
+        if len(look.minimum) == before:
+            break
         graph = look()
     for name in graph.open:
         look.minimum.setdefault(name, "keeps a channel, to be safe")
