@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .groups import Graph
-from .norms import weigh
+from .norms import weigh, weight_of
 from .surgery import spread
 from .tape import named_tensors
 
@@ -68,7 +68,7 @@ class GateVector(nn.Module):
 
     def forward(self) -> Tensor:
         values: list[Tensor] = [gate.values() for gate in self.gates]  # type: ignore[operator]
-        return spread(torch.cat(values), self.units, 0, 1)
+        return weight_of(spread(torch.cat(values), self.units, 0, 1))
 
 
 class GatedWeight(nn.Module):

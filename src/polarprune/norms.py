@@ -1,8 +1,10 @@
 """Norms over channels with gate-weighted statistics: Σ g x / Σ g in place of the mean.
 
-Where the gates are 0 or 1 this is the norm over the channels that stay, so the channels of a
+Where the weights are 0 or 1 this is the norm over the channels that stay, so the channels of a
 residual stream can close although a layer norm, RMS norm or group norm reads all of them. The
 gated model computes the weighted norm; what is exported has the plain norm again, only narrower.
+A gate g weighs min(1, 2g): nothing when closed, in full from one half on, so that gates which are
+nearly 1 do not leave statistics that are nearly right.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ from torch import Tensor, fx, nn
 from .emit import Emission, with_forward
 from .groups import Graph
 from .labels import support
-from .tape import Value
 
 WEIGHTS = "polar_weights"  # the child that knows the gates
 
@@ -138,29 +139,31 @@ def weighted(emission: Emission, nodes: Mapping[str, Mapping[str, int]]) -> Emis
 
 def weights_in(graph: Graph, path: str, emission: Emission) -> tuple[Tensor, Emission] | None:
     """The channels that a module takes means over, and what it computes with weights."""
+    mine = {item.op: item.layer for item in graph.statistics if item.op.module == path}
+    first = next(iter(mine.values())).flatten()
+    if not all(torch.equal(layer.flatten(), first) for layer in mine.values()):
+        return None  # called on several sets of channels
     nodes: dict[str, dict[str, int]] = {}
-    layers = [item.layer for item in graph.statistics if item.op.module == path]
-    known = {node.name: node for code in emission.graphs.values() for node in code.nodes}
     for mode, tape in zip(("eval", "train"), graph.tapes, strict=False):
-        ops = {item.op: item.layer for item in graph.statistics if item.op.module == path}
-        names: dict[Value, str] = {}
-        for (where, name), values in tape.marks.items():
-            for value in values if where == path else ():
-                names.setdefault(value, name)
-        for op in tape.ops:
-            place = names.get(op.outs[0]) if op in ops else None
-            if place is not None and not can_be_weighted(known[place]):
-                return None
-            if place is not None:
-                nodes.setdefault(mode, {})[place] = support(ops[op])[0]
-    first = layers[0].flatten()
-    same = all(torch.equal(layer.flatten(), first) for layer in layers)
-    modes = {mode for mode, _ in zip(("eval", "train"), graph.tapes, strict=False)}
-    if not same or nodes.keys() != modes:
-        return None
-    if len(modes) == 1:
+        code = {node.name: node for node in emission.graphs[mode].nodes}
+        ends = [(end, name) for (where, name), end in tape.ends.items() if where == path]
+        for number, op in enumerate(tape.ops):
+            if op in mine:
+                name = next((name for end, name in ends if end > number), None)
+                if name is not None and not can_be_weighted(code[name]):
+                    return None
+                if name is not None:  # else it belongs to a later call of the module
+                    nodes.setdefault(mode, {})[name] = support(mine[op])[0]
+        if mode not in nodes:
+            return None
+    if len(graph.tapes) == 1:
         nodes["train"] = nodes["eval"] if emission.only else {}
     return first, weighted(copy.deepcopy(emission), nodes)
+
+
+def weight_of(gates: Tensor) -> Tensor:
+    """What a gate weighs in a mean."""
+    return (2 * gates).clamp(max=1)
 
 
 def weigh(model: nn.Module, graph: Graph, make: Callable[[Tensor], nn.Module]) -> None:

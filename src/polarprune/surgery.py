@@ -22,7 +22,7 @@ from .blocks import Edit, as_graph, left_out, owner_of, take_out, vanishing
 from .emit import compiled, decode, no_channel, one_channel, with_forward, with_method
 from .errors import PruneError
 from .groups import Graph, Plan, module_of, stays
-from .norms import Fixed, unweigh, weigh
+from .norms import Fixed, unweigh, weigh, weight_of
 from .rewire import rewiring
 from .tape import named_tensors
 
@@ -89,6 +89,9 @@ def write_recipe(model: nn.Module, graph: Graph, plan: Plan) -> Recipe:
             recipe.hollow.append(path)
         elif isinstance(module, (nn.GroupNorm, instancenorm._InstanceNorm)) and not module.affine:
             _describe_bare_norm(path, module, _incoming(path, graph, alive), recipe)
+        elif path in graph.weights and _normalises_one_axis(module):
+            width = int(stays(graph.weights[path], alive).sum())
+            recipe.attributes.setdefault(path, {})["normalized_shape"] = [width]
     for path in graph.rewired:
         graphs = rewiring(path, graph, alive)
         if graphs:
@@ -161,6 +164,10 @@ def _describe(path: str, module: nn.Module, recipe: Recipe) -> None:
     recipe.identities = list(dict.fromkeys(recipe.identities))
     if not changed:
         del recipe.attributes[path]
+
+
+def _normalises_one_axis(module: nn.Module) -> bool:
+    return isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and len(module.normalized_shape) == 1
 
 
 def _numbers(path: str, module: nn.Module, recipe: Recipe) -> dict[str, int]:
@@ -309,6 +316,7 @@ def _reform(model: nn.Module, recipe: Recipe) -> nn.Module:
     unweigh(model)
     for path, attributes in recipe.attributes.items():
         for key, value in attributes.items():
+            value = tuple(value) if isinstance(value, list) else value
             setattr(model.get_submodule(path), key, value)
     for path, heads in recipe.heads.items():
         old = model.get_submodule(path)
@@ -439,7 +447,7 @@ def fold(model: nn.Module, graph: Graph, gates: Tensor) -> None:
     Norms over gated channels take them as weights.
     """
     tensors = dict(named_tensors(model))
-    weigh(model, graph, lambda units: Fixed(spread(gates, units, 0, 1)))
+    weigh(model, graph, lambda units: Fixed(weight_of(spread(gates, units, 0, 1))))
     with torch.no_grad():
         for name, axes in graph.sites.items():
             tensor = tensors[name]

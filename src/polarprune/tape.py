@@ -80,6 +80,7 @@ class Tape:
     outputs: list[Value] = field(default_factory=list)
     marks: dict[tuple[str, str], list[Value]] = field(default_factory=dict)
     numbers: dict[tuple[str, str], int | float] = field(default_factory=dict)  # marked ones
+    ends: dict[tuple[str, str], int] = field(default_factory=dict)  # operations before each mark
     broken: str | None = None  # the module in which the run failed
 
     @cached_property
@@ -287,6 +288,7 @@ def tensors_in(out: Any) -> list[Tensor]:
 
 def _marker(recorder: _Recorder, path: str) -> Mark:
     def mark(name: str, result: Any) -> None:
+        recorder.tape.ends.setdefault((path, name), len(recorder.tape.ops))
         if isinstance(result, (int, float)):
             recorder.tape.numbers.setdefault((path, name), result)
         else:
