@@ -350,8 +350,12 @@ def _graph(tapes: Sequence[Tape], flow: Flow, groups: dict[str, Group], position
             axes.setdefault(axis.tensor, {})[axis.axis] = units
             if number in consumed:
                 sites.setdefault(axis.tensor, {})[axis.axis] = units
+    known: dict[int, Tensor] = {}  # many tensors share a layer
+    for layer in (layer for layers in flow._layers.values() for layer in layers):
+        if id(layer) not in known:
+            known[id(layer)] = position[layer]
     values = {
-        value: [position[layer] for layer in layers] for value, layers in flow._layers.items()
+        value: [known[id(layer)] for layer in layers] for value, layers in flow._layers.items()
     }
     contractions = [_in_units(item, position) for item in flow.contractions]
     shapes = {

@@ -7,6 +7,8 @@ it keeps a channel. A group whose loss alone would cut the network is on every w
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from .groups import WHOLE, Graph
 from .tape import Op, Tape, Value
 
@@ -23,24 +25,24 @@ def hold_spine(graph: Graph) -> None:
 
 def _ways(graph: Graph, tape: Tape) -> list[Way]:
     """For each output the smallest set of groups that it needs."""
-    names = graph.owners
+    options = _Options(graph)
     merging = {item.op for item in graph.contractions}
     best: dict[tuple[Value, str], Way] = {(value, ""): frozenset() for value in tape.inputs}
     for op in tape.ops:
         for source in op.inputs():
             if source.name:
                 continue
-            for option in _options(graph, names, source):
+            for option in options(source):
                 way = best.get((source, option))
                 if way is None:
                     continue
                 for out in _written(op):
-                    for target in _options(graph, names, out):
+                    for target in options(out):
                         if op in merging or option in ("", target):
                             _relax(best, (out, target), way)
     ways = []
     for value in tape.outputs:
-        reached = [best[value, o] for o in _options(graph, names, value) if (value, o) in best]
+        reached = [best[value, o] for o in options(value) if (value, o) in best]
         if reached:
             ways.append(min(reached, key=len))
     return ways
@@ -59,10 +61,22 @@ def _relax(best: dict[tuple[Value, str], Way], state: tuple[Value, str], way: Wa
         best[state] = way
 
 
-def _options(graph: Graph, names: list[str], value: Value) -> list[str]:
-    """The groups that can carry a signal in this tensor; "" stands for channels that stay."""
-    layers = graph.values.get(value, [])
-    if not layers:
-        return [""]
-    units = {unit for layer in layers for unit in layer.unique().tolist()}
-    return list(dict.fromkeys("" if unit == WHOLE else names[unit] for unit in units))
+class _Options:
+    """The groups that can carry a signal in a tensor; "" stands for channels that stay."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.names = graph, graph.owners
+        self.known: dict[int, list[str]] = {}
+
+    def __call__(self, value: Value) -> list[str]:
+        layers = self.graph.values.get(value, [])
+        if len(layers) == 1:
+            return self._of(layers[0])
+        return list(dict.fromkeys(name for layer in layers for name in self._of(layer))) or [""]
+
+    def _of(self, layer: Tensor) -> list[str]:
+        if id(layer) not in self.known:
+            units = layer.unique().tolist()
+            found = ("" if unit == WHOLE else self.names[unit] for unit in units)
+            self.known[id(layer)] = list(dict.fromkeys(found))
+        return self.known[id(layer)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -148,6 +149,7 @@ class _Look:
         self.seeds: set[int] = {0, 1}  # of the plans that are tried
         self.notes: list[str] = []
         self._tapes: list[Tape] = []
+        self._flow: tuple[list[Tape], int, Flow] | None = None
         self._hopeless: set[str] = set()  # modules that cannot be re-emitted
 
     def __call__(self) -> Graph:
@@ -182,10 +184,7 @@ class _Look:
     def _look(self) -> Graph:
         tapes = self._tapes or self._record()
         with on_host():
-            flow = Flow(Labels(), self.rules, by_tag)
-            flow.norms = lambda path: self.norms and path not in self.mixing
-            follow(tapes, flow, self._kept())
-            graph = build(tapes, flow, self.held)
+            graph = build(tapes, self._followed(tapes), self.held)
             graph.rewired, graph.numbers = dict(self.rewired), dict(self.numbers)
             graph.notes = [*self.notes, *(f"{g}: {why}" for g, why in self.minimum.items())]
             hold_spine(graph)
@@ -193,6 +192,16 @@ class _Look:
                 graph.groups[name].minimum = 1
             graph.cost = measure(self.model, graph)
         return graph
+
+    def _followed(self, tapes: list[Tape]) -> Flow:
+        """The labels, sent through these tapes; the same as before if nothing has changed."""
+        state = (tapes, len(self.mixing))
+        if self._flow is None or self._flow[0] is not tapes or self._flow[1] != len(self.mixing):
+            flow = Flow(Labels(), self.rules, by_tag)
+            flow.norms = lambda path: self.norms and path not in self.mixing
+            follow(tapes, flow, self._kept())
+            self._flow = (*state, flow)
+        return self._flow[2]
 
     def _record(self) -> list[Tape]:
         code = {**self.norm_code, **self.rewired}
@@ -362,7 +371,7 @@ def _change_numbers(look: _Look, graph: Graph, trial: Trial, found: Deviation) -
         places = {**mine, **{name: place for name, place, _ in tried}}
         look.numbers = {**before, **dict.fromkeys(look.like(path), places)}
         look.seeds = seeds.union(*(telling for _, _, telling in tried))
-        graph = look()
+        graph = replace(graph, numbers=look.numbers)
         if tried and _better(look, graph, trial, found):
             return graph
     look.numbers, look.seeds = before, seeds
@@ -451,7 +460,7 @@ def _let_close(look: _Look, graph: Graph, trial: Trial, numbers: bool) -> Graph:
     for _ in range(_ATTEMPTS):
         found = graph.open and trial.cut(graph, _closed(graph), numbers=numbers)
         if not found:
-            return graph
+            break
         before, code = len(look.minimum), look.rewired
         if found.op and look.rewire(_called_like(look, graph, found.op)):
             graph = look()
@@ -462,12 +471,12 @@ def _let_close(look: _Look, graph: Graph, trial: Trial, numbers: bool) -> Graph:
             graph = look()
         for name in _passing(look, graph, found):
             if not graph.groups[name].minimum:
-                look.minimum[name] = f"keeps a channel, as the model's code needs one: {found}"
+                why = f"keeps a channel, as the model's code needs one: {found}"
+                look.minimum[name], graph.groups[name].minimum = why, 1
         if len(look.minimum) == before:
+            for name in graph.open:
+                look.minimum.setdefault(name, "keeps a channel, to be safe")
             break
-        graph = look()
-    for name in graph.open:
-        look.minimum.setdefault(name, "keeps a channel, to be safe")
     return look()
 
 
