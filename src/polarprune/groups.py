@@ -112,6 +112,10 @@ class Graph:
             alive = alive & useful
 
     @cached_property
+    def _known_axes(self) -> dict[int, tuple[int, ...]]:
+        return {}
+
+    @cached_property
     def _ops(self) -> dict[str, list[Op]]:
         found: dict[str, list[Op]] = {}
         for op in (op for tape in self.tapes for op in tape.ops):
@@ -148,9 +152,17 @@ class Graph:
     def kept(self, value: Value, axis: int, alive: Tensor) -> Tensor | None:
         """Which indices along an axis of a tensor stay, or None if no label varies along it."""
         for units in self.values.get(value, []):
-            if units.shape[axis] > 1:
+            if axis in self._axes_of(units):
                 return stays(units, alive).movedim(axis, 0).reshape(units.shape[axis], -1).any(1)
         return None
+
+    def _axes_of(self, units: Tensor) -> tuple[int, ...]:
+        """The axes along which there are different units."""
+        if id(units) not in self._known_axes:
+            axes = support(units)
+            found = tuple(axis for axis in axes if len(axes) == 1 or _varies(units, axis))
+            self._known_axes[id(units)] = found or axes[-1:]
+        return self._known_axes[id(units)]
 
     def shape(self, value: Value, alive: Tensor) -> tuple[int, ...] | None:
         """What is left of its shape; None for fillings, which are as wide as they must be."""

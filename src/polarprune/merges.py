@@ -86,8 +86,12 @@ def glu(flow: Flow, op: Op) -> None:
 
 
 def channel_norm(flow: Flow, op: Op) -> None:
-    """Batch norm and its relatives: every channel by itself."""
+    """Batch norm and its relatives: every channel by itself, but all that it has together."""
     source = op.args[0]
+    if next((arg for arg in op.args if isinstance(arg, bool)), False):  # with batch statistics
+        for layer in flow.layers(source):
+            if 1 not in support(layer):
+                flow.labels.freeze(layer, f"{op.name} mixes channels in {op.where}")
     channels = flow.on(source, 1)
     for value in op.args[1:5]:
         vector = flow.on(value, 0) if isinstance(value, Value) else None
@@ -187,6 +191,9 @@ def _grouped_convolution(
         if per_group is not None:
             flow.labels.freeze(per_group, "width of a convolution group")
         sites = [] if width == 1 else [lead]
+        if sites and not flow.pure(weight):
+            flow.labels.freeze(lead, f"merged by a computed weight in {op.where}")
+            sites = []
         flow.contractions.append(Contraction(op, [lead], sites, [lead]))
         return rows[:, :1].expand(-1, out_rows).flatten() if transposed else lead
     flow.labels.join(rows, rows[:1])
@@ -198,7 +205,10 @@ def _grouped_convolution(
     factors = [lead] if per_group is None else [rows[0], per_group]
     outer = per_group if transposed else lead
     makes = [] if outer is None else [outer]
-    flow.contractions.append(Contraction(op, factors, [] if inner is None else [inner], makes))
+    sites = [] if inner is None else [inner]
+    if sites and not flow.pure(weight):
+        flow.labels.freeze(sites.pop(), f"merged by a computed weight in {op.where}")
+    flow.contractions.append(Contraction(op, factors, sites, makes))
     return per_group.repeat(groups) if transposed and per_group is not None else lead
 
 

@@ -42,6 +42,7 @@ def rewiring(path: str, graph: Graph, alive: Tensor) -> dict[str, Any] | None:
     changed = False
     for mode, tape in zip(("eval", "train"), graph.tapes, strict=False):
         sight = _Sight(graph, path, alive, tape)
+        sight.widths = _widths(emission.graphs[mode], sight)
         for node in list(emission.graphs[mode].nodes):
             handler = _HANDLERS.get(node.target) if node.op.startswith("call_") else None
             changed |= handler(node, sight) if handler and sight.values(node) else False
@@ -56,6 +57,7 @@ class _Sight:
 
     def __init__(self, graph: Graph, path: str, alive: Tensor, tape: Tape) -> None:
         self.graph, self.path, self.alive, self.tape = graph, path, alive, tape
+        self.widths: set[fx.Node] = set()  # numbers that are computed from widths that change
 
     def values(self, node: Any) -> list[Value]:
         return self.tape.marks.get((self.path, node.name), [])
@@ -107,8 +109,9 @@ def _shape(node: fx.Node, sight: _Sight) -> bool:
     more = [] if shape == list(node.args[lead:]) else node.args[lead + 1 :]
     axes = [
         axis
-        for axis in range(len(shape))
-        if sight.changed(out, axis) and (shape[axis] != -1 or not sight.size(out, axis))
+        for axis, given in enumerate(shape)
+        if given in sight.widths
+        or (sight.changed(out, axis) and (given != -1 or not sight.size(out, axis)))
     ]
     for axis in axes:
         shape[axis] = sight.size(out, axis)
@@ -231,30 +234,36 @@ def _argument(node: fx.Node, position: int, name: str, default: Any = None) -> A
 # --- numbers that are computed from widths --------------------------------------------------------
 
 
+def _widths(graph: fx.Graph, sight: _Sight) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        computed = sight.number(node) is not None and not found.isdisjoint(node.all_input_nodes)
+        if computed or _reads_width(node, sight):
+            found.add(node)
+    return found
+
+
 def _keep_scales(graph: fx.Graph, sight: _Sight) -> bool:
     """`x * width ** -0.5` has to go on with the width that it was trained with."""
-    widths: set[fx.Node] = set()
     changed = False
     for node in list(graph.nodes):
-        if node.target is expect and node.args[0] in widths:
+        given = [width for width in node.all_input_nodes if width in sight.widths]
+        if node.target is expect and given:
             graph.erase_node(node)  # the number of the example is the one to go on with
-            changed = True
+        elif node.target in _ARITHMETIC and (
+            node not in sight.widths or isinstance(sight.number(node), float)
+        ):
+            for width in given:
+                node.replace_input_with(width, sight.number(width))
+        else:
             continue
-        number = sight.number(node)
-        if _reads_width(node, sight) or (number is not None and widths & set(node.all_input_nodes)):
-            widths.add(node)
-        if node not in widths and node.target not in _ARITHMETIC:
-            continue
-        for given in widths & set(node.all_input_nodes):
-            if node not in widths or isinstance(number, float):
-                node.replace_input_with(given, sight.number(given))
-                changed = True
+        changed |= bool(given)
     return changed
 
 
 _ARITHMETIC = (operator.mul, operator.truediv, operator.add, operator.sub, operator.imul,
-               operator.itruediv, torch.mul, torch.div, torch.tensor, "mul", "div", "mul_", "div_",
-               "new_tensor", "clamp", torch.clamp)  # fmt: skip
+               operator.itruediv, operator.pow, torch.mul, torch.div, torch.tensor, torch.clamp,
+               "mul", "div", "mul_", "div_", "new_tensor", "clamp")  # fmt: skip
 
 
 def _reads_width(node: fx.Node, sight: _Sight) -> bool:

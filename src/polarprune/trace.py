@@ -146,7 +146,7 @@ class _Look:
         self.numbers: dict[str, dict[str, Place]] = {}  # attributes that follow a width
         self.held: dict[str, str] = {}  # group -> why it stays whole
         self.minimum: dict[str, str] = {}  # group -> why it cannot close entirely
-        self.seeds: set[int] = {0, 1}  # of the plans that are tried
+        self.seeds: set[int] = {1, 2}  # of the plans that are tried
         self.notes: list[str] = []
         self._tapes: list[Tape] = []
         self._flow: tuple[list[Tape], int, Flow] | None = None
@@ -327,13 +327,14 @@ def _let_code_follow(look: _Look, graph: Graph, trial: Trial) -> Graph:
         found = _first_deviation(look, graph, trial)
         if found is None:
             return graph
-        if found.op is None:
-            break
-        graph = (
+        changed = found.op and (
             _change_numbers(look, graph, trial, found)
             or _re_emit(look, graph, trial, found)
             or _hold(look, graph, found)
         )
+        if not changed:
+            break
+        graph = changed
     return _hold_one_by_one(look, graph, trial)
 
 
@@ -341,16 +342,19 @@ def _first_deviation(look: _Look, graph: Graph, trial: Trial) -> Deviation | Non
     for seed in sorted(look.seeds):
         found = trial.cut(graph, _uneven(graph, seed)) if graph.open else None
         if found is not None:
-            return found
+            return replace(found, seed=seed)
     return None
 
 
-def _better(look: _Look, graph: Graph, trial: Trial, before: Deviation) -> bool:
-    """True if a trial gets further than it did."""
-    found = _first_deviation(look, graph, trial)
-    if found is None or found.op is None or before.op is None:
-        return found is None
-    return found.index > before.index and found.op.line != before.op.line
+def _better(
+    look: _Look, graph: Graph, trial: Trial, before: Deviation, telling: Iterable[int] = ()
+) -> bool:
+    """True if the same trial gets further than it did, and no telling one stops there."""
+    for seed in (before.seed, *telling):
+        found = trial.cut(graph, _uneven(graph, seed))
+        if found is not None and (found.op is None or found.index <= before.index):
+            return False
+    return True
 
 
 def _change_numbers(look: _Look, graph: Graph, trial: Trial, found: Deviation) -> Graph | None:
@@ -370,11 +374,12 @@ def _change_numbers(look: _Look, graph: Graph, trial: Trial, found: Deviation) -
     for tried in [*([option] for option in options), options]:
         places = {**mine, **{name: place for name, place, _ in tried}}
         look.numbers = {**before, **dict.fromkeys(look.like(path), places)}
-        look.seeds = seeds.union(*(telling for _, _, telling in tried))
+        telling = set().union(*(telling for _, _, telling in tried))
         graph = replace(graph, numbers=look.numbers)
-        if tried and _better(look, graph, trial, found):
+        if tried and _better(look, graph, trial, found, telling):
+            look.seeds = seeds | telling
             return graph
-    look.numbers, look.seeds = before, seeds
+    look.numbers = before
     return None
 
 
@@ -417,21 +422,27 @@ def _called_like(look: _Look, graph: Graph, op: Op) -> list[str]:
     return [path for path in look.like(op.module) if graph.ops_in(path)]
 
 
-def _hold(look: _Look, graph: Graph, found: Deviation) -> Graph:
-    """Keep the channels whole that pass the line of code which does not follow."""
-    for name in _passing(look, graph, found):
-        look.held.setdefault(name, f"the model's code does not follow when it shrinks: {found}")
+def _hold(look: _Look, graph: Graph, found: Deviation) -> Graph | None:
+    """Keep the channels whole that pass the line of code which does not follow, or its module."""
+    for names in (_passing(look, graph, found), _passing(look, graph, found, everywhere=True)):
+        if names:
+            why = f"the model's code does not follow when it shrinks: {found}"
+            look.held.update(dict.fromkeys(names, why))
+            break
+    else:
+        return None
     return look()
 
 
-def _passing(look: _Look, graph: Graph, found: Deviation) -> list[str]:
-    """The groups that pass the line of code at which something went wrong."""
+def _passing(look: _Look, graph: Graph, found: Deviation, everywhere: bool = False) -> list[str]:
+    """The open groups that pass the line of code at which something went wrong, or its module."""
     if found.op is None:
         return []
     names, units = graph.owners, set[int]()
     for path in look.like(found.op.module):
-        for op in (op for op in graph.ops_in(path) if op.line == found.op.line):
-            units |= _open_units(graph, op)
+        for op in graph.ops_in(path):
+            if everywhere or op.line == found.op.line:
+                units |= _open_units(graph, op)
     return list(dict.fromkeys(names[unit] for unit in sorted(units)))
 
 
@@ -487,7 +498,8 @@ def _uneven(graph: Graph, seed: int) -> Plan:
     for name, group in graph.open.items():
         order = torch.randperm(group.size, generator=generator, device="cpu")
         share = torch.rand(1, generator=generator, device="cpu").item() if seed else 0.5
-        plan[name] = sorted(order[: max(1, int(group.size * share))].tolist())
+        least = 2 if group.size > 2 else 1
+        plan[name] = sorted(order[: max(least, int(group.size * share))].tolist())
     return plan
 
 

@@ -33,6 +33,7 @@ class Deviation:
     why: str
     op: Op | None = None  # of the original tape
     index: int = 0  # how far it got
+    seed: int = 0  # of the plan
     ran: bool = True  # to the end, if not as it should
     excusable: bool = False  # it may be the data, or another way to compute the same
 
@@ -72,11 +73,11 @@ class Trial:
         for training, before in zip((False, True), graph.tapes, strict=False):
             after, error = attempt(small, self.example, training=training)
             found = _compare(graph, alive, before, after, _replaced(recipe))
-            if error is not None:
+            if error is not None and (found is None or found.excusable):
                 said = f"the cut model does not run: {_first_line(error)}"
-                return replace(found or Deviation(said), why=said, ran=False)
+                return replace(_stop(before, after, said), ran=False)
             if found is not None:
-                return found
+                return replace(found, ran=error is None)
         return None
 
     def _numbers(
@@ -143,25 +144,42 @@ def _compare(
 ) -> Deviation | None:
     matter = set(before.that_matter)
     ops = [
-        [op for op in tape.ops if op.name not in _COPIES and not skipped(op)]
+        [(k, op) for k, op in enumerate(tape.ops) if op.name not in _COPIES and not skipped(op)]
         for tape in (before, after)
     ]
     index = 0
-    for index, (old, new) in enumerate(zip(*ops, strict=False)):
+    for (index, old), (_, new) in zip(*ops, strict=False):
         if old.name.removeprefix("_unsafe_") != new.name.removeprefix("_unsafe_"):
             why = f"{new.name} is computed where {old.name} was"
             return Deviation(why, old, index, excusable=True)
         why = _differs(graph, alive, before.needed, old, new) if old in matter else ""
         if why:
-            return Deviation(why, old, index, excusable=_depends_on_data(before))
-    if after.outputs:
-        shapes = [value.shape for value in before.outputs]
-        if shapes != [value.shape for value in after.outputs]:
-            why = "the outputs have other shapes"
-            return Deviation(why, None, index, excusable=_depends_on_data(before))
-        return None
-    rest = ops[0][index + 1 :]
-    return Deviation("the cut model stops", rest[0] if rest else None, index + 1)
+            excusable = _is_single(graph, alive, old) or _depends_on_data(before)
+            return Deviation(why, old, index, excusable=excusable)
+    shapes = [value.shape for value in before.outputs]
+    if after.outputs and shapes != [value.shape for value in after.outputs]:
+        why = "the outputs have other shapes"
+        return Deviation(why, None, index, excusable=_depends_on_data(before))
+    return None
+
+
+def _stop(before: Tape, after: Tape, why: str) -> Deviation:
+    """Where a run that failed would have gone on."""
+    done = sum(op.module == after.broken for op in after.ops)
+    mine = [k for k, op in enumerate(before.ops) if op.module == after.broken]
+    if not mine:
+        return Deviation(why)
+    number = mine[min(done, len(mine) - 1)]
+    return Deviation(why, before.ops[number], number)
+
+
+def _is_single(graph: Graph, alive: Tensor, op: Op) -> bool:
+    """True if one channel is left of several: torch may compute in another order then."""
+    return any(
+        new == 1 < old
+        for value in op.tensors()
+        for old, new in zip(value.shape, graph.shape(value, alive) or (), strict=False)
+    )
 
 
 def _depends_on_data(tape: Tape) -> bool:
