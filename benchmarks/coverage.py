@@ -65,7 +65,7 @@ def look(model: Any, example: Any, norms: bool) -> dict[str, Any]:
     import torch
 
     import polarprune as pp
-    from polarprune.proof import in_double, prove_equal
+    from polarprune.proof import count_macs, in_double, prove_equal
     from polarprune.surgery import fold
 
     spent: dict[str, float] = {}
@@ -89,32 +89,19 @@ def look(model: Any, example: Any, norms: bool) -> dict[str, Any]:
         gap = control(masked, graph, plan, inputs)
     del masked
     total = sum(group.size for group in graph.groups.values())
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     return {
         "open": round(graph.units / max(total, 1), 4),
         "macs": round(graph.cost.share(n)["macs"], 4) if len(n) else 1.0,
         "macs_full": graph.cost.original()["macs"],
         "difference": max(found.values()),
         "control": gap,
-        "macs_exact": counted(small, model, example) == graph.cost.at(n)["macs"],
+        "macs_exact": count_macs(small.to(dtype), example) == graph.cost.at(n)["macs"],
         "modes": sorted(found),
         **spent,
         "rewired": len(graph.rewired),
         "reasons": {g.name: g.reason for g in graph.groups.values() if g.frozen},
     }
-
-
-def counted(small: Any, model: Any, example: Any) -> int:
-    """MACs of the small model as torch counts them, in the type of the original."""
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from polarprune.tape import as_call, open_attention
-
-    small.to(next(p.dtype for p in model.parameters() if p.is_floating_point())).eval()
-    args, kwargs = as_call(example)
-    with torch.no_grad(), open_attention(), FlopCounterMode(display=False) as counter:
-        small(*args, **kwargs)
-    return int(counter.get_total_flops()) // 2
 
 
 @contextmanager

@@ -21,10 +21,10 @@ VISION_SIZE = {"maxvit": 224, "inception": 299, "raft": 128, "s3d": 209, "vit_h_
                "fcos": 96}  # fmt: skip
 ONE_STAGE = {"score_thresh": 0.0, "detections_per_img": 4, "topk_candidates": 16}
 TWO_STAGE = {"rpn_pre_nms_top_n_test": 24, "rpn_post_nms_top_n_test": 12, "box_score_thresh": 0.0,
-             "box_detections_per_img": 4}  # fmt: skip
+             "box_detections_per_img": 4, "rpn_nms_thresh": 1.0}  # fmt: skip
 
 # timm: pixels where 64 is too few, by the start of the name; the smallest models of every family.
-TIMM_SIZE = {"inception_(v|res)": 96, "deepseek|efficientformer_|halor": 224, "bat_|.*halo": 256}
+TIMM_SIZE = {"inception_(v|res)": 160, "deepseek|efficientformer_|halor": 224, "bat_|.*halo": 256}
 TIMM = """
     bat_resnext26ts beit_base_patch16_224 beitv2_base_patch16_224 botnet26t_256 caformer_s18
     cait_xxs24_224 coat_lite_tiny coat_tiny coatnet_0_224 coatnet_nano_cc_224 coatnet_pico_rw_224
@@ -176,9 +176,12 @@ def make(name: str) -> Made:
 
 
 def kind(name: str, model: Any) -> str:
-    """By the norms on its way: layer norms make a transformer (or mixer, ConvNeXt), else conv."""
-    if name.startswith("rnn/"):
+    """By the norms on its way: layer norms make a transformer (or mixer), unless it convolves."""
+    library, _, bare = name.partition("/")
+    if library == "rnn":
         return "other"
+    if re.match("(test_)?convnext|convformer|inception_next|mambaout|poolformer|rdnet", bare):
+        return "conv"
     classes = "\n".join(type(module).__name__ for module in model.modules())
     layer = re.findall(r"LayerNorm|R[Mm][Ss]Norm|SimpleNorm|GroupNorm1|Affine$", classes, re.M)
     batch = re.findall(r"BatchNorm|GroupNorm(?!1)|EvoNorm|FilterResponse", classes)

@@ -355,7 +355,7 @@ CASES = {
     "windows, not shifted": attention(
         lambda: Window(shift=0), (2, 6, 6, 5), "attention.qkv", "attention"
     ),
-    "gpt2": attention(Causal, (2, 7, 5), "attention.c_attn", whole=PLACES),
+    "gpt2": attention(Causal, (2, 7, 5), "attention.c_attn"),
     "einsum of heads": attention(Einsum, (2, 7, 5), "attention.q", "attention"),
     "slices": conv(Slices, 10, {"0.0": 3, "0.0#2": 5, "1.mix": 5}, "1"),
     "narrow": conv(Narrow, 8, {"0.0": 8}, "1"),

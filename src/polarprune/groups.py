@@ -194,6 +194,7 @@ def follow(tapes: Sequence[Tape], flow: Flow, keep: Iterable[tuple[str, str]]) -
                 flow.labels.freeze(labels, f"kept whole by keep={pattern!r}")
     _decide(flow)
     _make_rectangular(flow)
+    _limit(flow)
 
 
 def _decide(flow: Flow) -> None:
@@ -208,6 +209,19 @@ def _decide(flow: Flow) -> None:
             flow.labels.join(wide, narrow)
         else:
             flow.labels.freeze(narrow, "a place within a unit that goes as a whole")
+
+
+def _limit(flow: Flow) -> None:
+    """A product of three open widths has no place in a quadratic cost: the last of them stays."""
+    wide = [item for item in flow.contractions if len(item.factors) > 2]
+    root = flow.labels.roots() if wide else torch.tensor(())
+    frozen = set(flow.labels.reasons(root)) if wide else set()
+    for item in wide:
+        units = [set(root[factor].tolist()) for factor in item.factors]
+        for number in [k for k, mine in enumerate(units) if mine - frozen][2:]:
+            why = f"product of two sets of channels in {item.op.where}"
+            flow.labels.freeze(item.factors[number], why)
+            frozen |= units[number]
 
 
 def _make_rectangular(flow: Flow) -> None:

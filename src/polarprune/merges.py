@@ -230,8 +230,8 @@ def matmul(flow: Flow, op: Op) -> None:
         flow.labels.freeze(batch, f"batched product of channels in {op.where}")
     _meet(flow, op, incoming, inner, weight, [outer])
     other = rows if weight is right else columns
-    if other is not None and outer is not None:
-        flow.labels.freeze(other, f"product of two sets of channels in {op.where}")
+    if other is not None:  # rows that carry channels too: a cost of degree three, if all are open
+        flow.contractions[-1].factors.append(other)
     flow.set(out, layers)
     for value in bias:
         for layer in flow.layers(value):
@@ -259,22 +259,28 @@ def _batched(flow: Flow, op: Op, left: Value, right: Value, bias: list[Value]) -
 def attention(flow: Flow, op: Op) -> None:
     """softmax(q kᵀ) v for every head; heads are the units."""
     query, key, value = op.args[:3]
+    dim = len(query.shape)
     merged: list[Tensor] = []
     for operand in (query, key, value):
         for layer in flow.layers(operand):
-            if 3 in support(layer):
-                if 1 not in support(layer):
+            if dim - 2 in support(layer):
+                flow.labels.freeze(layer, f"attention between channels in {op.where}")
+                continue
+            if dim - 1 in support(layer):
+                heads = tuple(axis for axis in support(layer) if axis < dim - 2)
+                if not heads:
                     flow.labels.freeze(layer, f"attention over all channels in {op.where}")
                     continue
-                layer = flow.labels.flatten_onto(layer, (1,))
-            if 1 in support(layer):  # a key head that serves several queries goes with all of them
-                layer = layer.repeat_interleave(query.shape[1] // layer.shape[1], 1)
+                layer = flow.labels.flatten_onto(layer, heads)
+            if dim - 3 in support(layer):  # a key head that serves several queries goes with them
+                times = query.shape[dim - 3] // layer.shape[dim - 3]
+                layer = layer.repeat_interleave(times, dim - 3)
             merge(flow, merged, layer)
     mask = op.kwargs.get("attn_mask", op.kwargs.get("attn_bias"))
     for layer in flow.layers(mask):
-        if 1 in support(layer):
+        if dim - 3 in support(layer):
             merge(flow, merged, layer)
-    _attend(flow, op, op.outs[0], [layer for layer in merged if support(layer) == (1,)])
+    _attend(flow, op, op.outs[0], [layer for layer in merged if support(layer) == (dim - 3,)])
 
 
 def _attend(flow: Flow, op: Op, out: Value, merged: list[Tensor]) -> None:

@@ -25,7 +25,7 @@ def pointwise(flow: Flow, op: Op) -> None:
             merge(flow, merged, layer)
     for value in operands:
         if not flow.uniform(value):
-            _check_unlabelled(flow, op, value, merged, dim)
+            merged = _check_unlabelled(flow, op, value, merged, dim)
     for out in op.outs:
         flow.set(out, merged)
         if all(flow.uniform(value) for value in operands):
@@ -46,8 +46,14 @@ def merge(flow: Flow, merged: list[Tensor], layer: Tensor) -> None:
     merged.append(layer)
 
 
-def _check_unlabelled(flow: Flow, op: Op, value: Value, merged: list[Tensor], dim: int) -> None:
-    """A tensor of unknown origin that varies along a labelled axis could not be cut with it."""
+def _check_unlabelled(
+    flow: Flow, op: Op, value: Value, merged: list[Tensor], dim: int
+) -> list[Tensor]:
+    """A tensor of unknown origin that varies along a labelled axis could not be cut with it.
+
+    Gives the layers that go on; what is frozen need not be followed.
+    """
+    left = []
     shape = (1,) * (dim - len(value.shape)) + value.shape
     known = {axis + dim - len(value.shape) for own in flow.layers(value) for axis in support(own)}
     for layer in merged:
@@ -58,6 +64,9 @@ def _check_unlabelled(flow: Flow, op: Op, value: Value, merged: list[Tensor], di
         elif fixed:
             reason = f"meets a tensor that is no parameter and has no channels, in {op.where}"
             flow.labels.freeze(layer, reason)
+            continue
+        left.append(layer)
+    return left
 
 
 # --- movement -------------------------------------------------------------------------------------
@@ -91,12 +100,32 @@ def cut(flow: Flow, op: Op) -> None:
     position = next(i for i, a in enumerate(op.func._schema.arguments) if a.name == "dim")
     axis = op.args[position] if len(op.args) > position else op.kwargs.get("dim", 0)
     axis %= len(source.shape)
+    if op.name == "slice" and not op.outs[0].shape[axis]:  # nothing, as wide as it must be
+        return flow._uniform.add(op.outs[0])
     for layer in flow.layers(source):
         if axis in support(layer) and op.outs[0].shape[axis] != source.shape[axis]:
             flow.baked.append((op, layer, axis))
             if op.name == "slice" and len(op.args) > 4 and op.args[4] != 1:
-                flow.labels.freeze(layer, f"every {op.args[4]}th channel is taken in {op.where}")
+                rest = tuple(other for other in support(layer) if other != axis)
+                if rest:  # places within a head: whole heads go
+                    flow.labels.flatten_onto(layer, rest)
+                else:
+                    why = f"one of every {op.args[4]} channels is taken in {op.where}"
+                    flow.labels.freeze(layer, why)
     movement(flow, op)
+
+
+def expand(flow: Flow, op: Op) -> None:
+    """A constant that is repeated along an axis goes with whatever it meets there."""
+    source, out = op.args[0], op.outs[0]
+    movement(flow, op)
+    if not flow.layers(source):
+        more = len(out.shape) - len(source.shape)
+        flow.set(out, [
+            along(flow.labels.fresh(out.shape[axis]), axis, len(out.shape))
+            for axis in range(max(1, more), len(out.shape))
+            if source.shape[axis - more] == 1 < out.shape[axis]
+        ])  # fmt: skip
 
 
 def roll(flow: Flow, op: Op) -> None:
@@ -149,9 +178,9 @@ def split(flow: Flow, op: Op) -> None:
 
 def cat(flow: Flow, op: Op) -> None:
     """Side by side along one axis; there, a part without labels gets labels of its own."""
-    parts = [part for part in op.args[0] if part.shape != (0,)]
     out = op.outs[0]
     axis = (op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)) % len(out.shape)
+    parts = [part for part in op.args[0] if part.shape != (0,) and part.shape[axis]]
     crossing: list[Tensor] = []
     pieces = []
     for part in parts:
@@ -167,7 +196,8 @@ def cat(flow: Flow, op: Op) -> None:
     for part in parts:
         if not flow.uniform(part):
             others = [layer for layer in crossing if axis not in support(layer)]
-            _check_unlabelled(flow, op, part, others, len(out.shape))
+            mine = [layer for layer in crossing if axis in support(layer)]
+            crossing = mine + _check_unlabelled(flow, op, part, others, len(out.shape))
     flow.set(out, crossing)
 
 
@@ -199,7 +229,7 @@ def stack(flow: Flow, op: Op) -> None:
             merge(flow, merged, layer)
     for part in op.args[0]:
         if not flow.uniform(part):
-            _check_unlabelled(flow, op, part, merged, len(part.shape))
+            merged = _check_unlabelled(flow, op, part, merged, len(part.shape))
     flow.set(out, [layer.unsqueeze(axis) for layer in merged])
 
 
@@ -213,7 +243,11 @@ def pad(flow: Flow, op: Op) -> None:
             place = 2 * (layer.dim() - 1 - axis)
             before, after = (*amounts[place : place + 2], 0, 0)[:2]
             if before or after:
-                if before < 0 or after < 0 or len(support(layer)) > 1:
+                rest = tuple(other for other in support(layer) if other != axis)
+                if rest:  # places within a head: whole heads go
+                    layer = flow.labels.flatten_onto(layer, rest)
+                    continue
+                if before < 0 or after < 0:
                     flow.labels.freeze(layer, f"padded across channels in {op.where}")
                     continue
                 ends = [along(flow.labels.fresh(n), axis, layer.dim()) for n in (before, after)]
@@ -230,13 +264,18 @@ def _fits(layer: Tensor, shape: tuple[int, ...]) -> bool:
 
 
 def pick(flow: Flow, op: Op) -> None:
-    """Indexing by a tensor: followed along the axes behind one that is indexed alone."""
+    """Indexing by a tensor: one axis is indexed, the others pass."""
     source, indices = op.args[0], op.args[1]
-    first_only = op.name == "index" and len(indices) == 1
+    axes = [k for k, index in enumerate(indices or ()) if index is not None]
+    single = op.name == "index" and len(axes) == 1
+    if single:  # a mask takes up as many axes as it has
+        inner = len(indices[axes[0]].shape)
+        single = len(op.outs[0].shape) == len(source.shape) - 1 + inner
     kept = []
     for layer in flow.layers(source):
-        if first_only and 0 not in support(layer):
-            kept.append(layer.reshape((1,) * len(indices[0].shape) + tuple(layer.shape[1:])))
+        if single and axes[0] not in support(layer):
+            shape = tuple(layer.shape)
+            kept.append(layer.reshape(shape[: axes[0]] + (1,) * inner + shape[axes[0] + 1 :]))
         else:
             flow.labels.freeze(layer, f"channels are picked by index in {op.where}")
     if kept:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
 
 from .errors import PruneError
-from .tape import Example, as_call, tensors_in, untouched
+from .tape import Example, as_call, open_attention, tensors_in, untouched
 
 
 class _NoDropout(TorchFunctionMode):
@@ -102,6 +103,25 @@ def prove_equal(
                 f"model, and leave the part in question whole with keep=[...]."
             )
     return found
+
+
+def count_macs(model: nn.Module, example: Example) -> int:
+    """MACs of one run in eval mode, as torch counts them."""
+    args, kwargs = as_call(example)
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in learned:  # torch's counter stumbles over parameters that are given to modules
+        parameter.requires_grad_(False)
+    try:
+        with (
+            untouched(model, training=False),
+            open_attention(),
+            FlopCounterMode(display=False) as counter,
+        ):
+            model(*args, **kwargs)
+    finally:
+        for parameter in learned:
+            parameter.requires_grad_(True)
+    return int(counter.get_total_flops()) // 2
 
 
 def in_double(model: nn.Module, example: Example) -> tuple[nn.Module, Example]:

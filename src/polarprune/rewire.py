@@ -81,11 +81,13 @@ class _Sight:
 
 def _pad(node: fx.Node, sight: _Sight) -> bool:
     (out,) = sight.values(node)
-    amounts = list(_argument(node, 1, "pad"))
-    new = padding(sight.graph, sight.alive, out, amounts)
+    given = list(_argument(node, 1, "pad"))
+    amounts = [sight.number(n) if isinstance(n, fx.Node) else n for n in given]
+    counted = padding(sight.graph, sight.alive, out, amounts)
+    new = [a if x == y else y for a, x, y in zip(given, amounts, counted, strict=True)]
     rest = {key: value for key, value in node.kwargs.items() if key != "pad"}
     node.args, node.kwargs = (node.args[0], tuple(new), *node.args[2:]), rest
-    return new != amounts
+    return counted != amounts
 
 
 def padding(graph: Graph, alive: Tensor, out: Value, amounts: list[int]) -> list[int]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .flow import Flow, Rule
+from .labels import support
 from .merges import (
     attention,
     channel_norm,
@@ -28,6 +29,7 @@ from .moves import (
     create_like,
     cut,
     embedding,
+    expand,
     fill,
     movement,
     pad,
@@ -53,6 +55,8 @@ def by_tag(flow: Flow, op: Op) -> None:
         return pointwise(flow, op)
     if torch.Tag.reduction in op.func.tags:
         return reduction(flow, op)
+    if str(op.func._schema.name) in _PER_CHANNEL:
+        return flow.set(op.outs[0], [x for x in flow.layers(op.args[0]) if support(x) == (1,)])
     labelled = [value for value in op.inputs() if flow.layers(value)]
     for value in labelled:
         flow.freeze(value, f"channels cannot be followed through {op.func} in {op.where}")
@@ -60,14 +64,20 @@ def by_tag(flow: Flow, op: Op) -> None:
         flow.unknown.setdefault(str(op.func), op.where)
 
 
+_PER_CHANNEL = ("torchvision::roi_align", "torchvision::roi_pool")  # (images, boxes, ...)
+
+
 def _table() -> dict[Any, Rule]:
     kinds: dict[Rule, str] = {
-        pointwise: "_prelu_kernel native_dropout where hardswish hardswish_ log_sigmoid_forward "
+        pointwise: "_prelu_kernel native_dropout where hardswish hardswish_ hardtanh hardtanh_ "
+        "leaky_relu leaky_relu_ elu elu_ relu relu_ silu silu_ gelu mish mish_ hardsigmoid "
+        "hardsigmoid_ softplus log_sigmoid_forward "
         "rrelu_with_noise rrelu_with_noise_ rsub masked_fill masked_fill_",
         write: "copy_",
         same: "clone detach alias contiguous _to_copy lift_fresh detach_ to",
         view: "view _unsafe_view reshape flatten unflatten",
-        movement: "permute transpose t unsqueeze squeeze expand select unbind pixel_shuffle "
+        expand: "expand",
+        movement: "permute transpose t unsqueeze squeeze select unbind pixel_shuffle "
         "pixel_unshuffle channel_shuffle repeat flip movedim swapaxes native_channel_shuffle "
         "repeat_interleave",
         cut: "slice split_with_sizes",

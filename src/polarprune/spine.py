@@ -7,7 +7,9 @@ it keeps a channel. A group whose loss alone would cut the network is on every w
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from .groups import WHOLE, Graph
 from .tape import Op, Tape, Value
@@ -59,6 +61,17 @@ def _relax(best: dict[tuple[Value, str], Way], state: tuple[Value, str], way: Wa
     way = way | {state[1]} if state[1] else way
     if state not in best or len(way) < len(best[state]):
         best[state] = way
+
+
+def hold_heads(graph: Graph) -> None:
+    """Fused attention over no heads crashes the process in torch before 2.13: one head stays."""
+    if TorchVersion(torch.__version__) >= "2.13":
+        return
+    names = graph.owners
+    for item in graph.contractions:
+        if "scaled_dot_product" in item.op.name:
+            for unit in {unit for units in item.factors for unit in units.tolist()} - {WHOLE}:
+                graph.groups[names[unit]].minimum = 1
 
 
 class _Options:

@@ -89,6 +89,17 @@ class Tape:
         return {value for op in self.that_matter for value in op.inputs()} | set(self.outputs)
 
     @cached_property
+    def depends_on_data(self) -> bool:
+        """True if some shape or number in the run comes from the values in a tensor."""
+        return any(
+            op.func.namespace != "aten"
+            or torch.Tag.data_dependent_output in op.func.tags
+            or (torch.Tag.dynamic_output_shape in op.func.tags and op.name != "index")
+            or (op.name == "index" and any(_is_mask(value) for value in op.inputs()[1:]))
+            for op in self.ops
+        )
+
+    @cached_property
     def that_matter(self) -> list[Op]:
         """Operations that an output depends on, and those that write into something."""
         needed, found = set(self.outputs), []
@@ -98,6 +109,10 @@ class Tape:
                 needed.update(op.inputs())
                 needed.update(value.base for value in op.inputs() if value.base is not None)
         return found[::-1]
+
+
+def _is_mask(value: Value) -> bool:
+    return value.data is not None and value.data.dtype is torch.bool
 
 
 class _Recorder(TorchDispatchMode):

@@ -27,7 +27,7 @@ from .labels import Labels
 from .norms import weights_in
 from .rewire import shim
 from .rules import RULES, by_tag
-from .spine import hold_spine
+from .spine import hold_heads, hold_spine
 from .surgery import dropped_with, is_gated
 from .tape import (
     Example,
@@ -188,6 +188,7 @@ class _Look:
             graph.rewired, graph.numbers = dict(self.rewired), dict(self.numbers)
             graph.notes = [*self.notes, *(f"{g}: {why}" for g, why in self.minimum.items())]
             hold_spine(graph)
+            hold_heads(graph)
             for name in self.minimum:
                 graph.groups[name].minimum = 1
             graph.cost = measure(self.model, graph)

@@ -154,12 +154,12 @@ def _compare(
             return Deviation(why, old, index, excusable=True)
         why = _differs(graph, alive, before.needed, old, new) if old in matter else ""
         if why:
-            excusable = _is_single(graph, alive, old) or _depends_on_data(before)
+            excusable = _is_single(graph, alive, old) or before.depends_on_data
             return Deviation(why, old, index, excusable=excusable)
     shapes = [value.shape for value in before.outputs]
     if after.outputs and shapes != [value.shape for value in after.outputs]:
         why = "the outputs have other shapes"
-        return Deviation(why, None, index, excusable=_depends_on_data(before))
+        return Deviation(why, None, index, excusable=before.depends_on_data)
     return None
 
 
@@ -180,18 +180,6 @@ def _is_single(graph: Graph, alive: Tensor, op: Op) -> bool:
         for value in op.tensors()
         for old, new in zip(value.shape, graph.shape(value, alive) or (), strict=False)
     )
-
-
-def _depends_on_data(tape: Tape) -> bool:
-    """True if some shape or number in the run comes from the values in a tensor."""
-    return any(
-        op.func.namespace != "aten"
-        or torch.Tag.data_dependent_output in op.func.tags
-        or (torch.Tag.dynamic_output_shape in op.func.tags and op.name != "index")
-        or (op.name == "index" and any(v.data is not None and v.data.dtype is torch.bool
-                                       for v in op.inputs()[1:]))
-        for op in tape.ops
-    )  # fmt: skip
 
 
 def _differs(graph: Graph, alive: Tensor, needed: set[Value], old: Op, new: Op) -> str:
@@ -225,6 +213,8 @@ def _numbers_of(op: Op) -> dict[str, Any]:
         found.pop("end", None)
     elif "stride" in op.name:
         found.pop("stride", None)
+    if isinstance(found.get("dim"), int) and op.inputs():
+        found["dim"] %= max(1, len(op.inputs()[0].shape))
     return found
 
 
