@@ -228,8 +228,11 @@ def write_page(store: dict[str, Any]) -> None:
         counts = " | ".join(count(found, kind) for kind in kinds)
         lines.append(f"| {library} | {counts} | {low} |")
     for library, found in libraries.items():
-        lines += ["", f"## {library}: {count(found)} pass", "", store["where"][library] + ".", ""]
-        lines += table(found)
+        lines += ["", f"## {library}: {count(found)} pass", ""]
+        for place in sorted({row["where"] for row in found.values()}):
+            number = sum(row["where"] == place for row in found.values())
+            lines.append(f"{number} models: {place}.  ")
+        lines += ["", *table(found)]
     PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -267,8 +270,6 @@ def main(patterns: list[str], jobs: int) -> None:
     store["models"] = {name: row for name, row in old.items() if "kind" in row}
     store["date"] = time.strftime("%Y-%m-%d")
     wanted = [name for name in coverage_models.names() if matches(name, patterns, store["models"])]
-    for library in {name.partition("/")[0] for name in wanted}:
-        store.setdefault("where", {})[library] = here()
     run([name for name in wanted if not is_big(name)], jobs, store)
     run([name for name in wanted if is_big(name)], 1, store)
     write_page(store)
@@ -298,7 +299,7 @@ def run(names: list[str], jobs: int, store: dict[str, Any]) -> None:
         waiting = {pool.submit(in_its_own_process, name): name for name in names}
         for done in as_completed(waiting):
             name, row = waiting[done], done.result()
-            store["models"][name] = row
+            store["models"][name] = {**row, "where": here()}
             print(name, "passes" if passed(row) else f"FAILS {row.get('error', row)}", flush=True)
             STORE.write_text(json.dumps(store, indent=1, sort_keys=True) + "\n")
             write_page(store)

@@ -27,56 +27,46 @@ TWO_STAGE = {"rpn_pre_nms_top_n_test": 24, "rpn_post_nms_top_n_test": 12, "box_s
 TIMM_SIZE = {"inception_(v|res)": 160, "deepseek|efficientformer_|halor": 224, "bat_|.*halo": 256}
 TIMM = """
     bat_resnext26ts beit_base_patch16_224 beitv2_base_patch16_224 botnet26t_256 caformer_s18
-    cait_xxs24_224 coat_lite_tiny coat_tiny coatnet_0_224 coatnet_nano_cc_224 coatnet_pico_rw_224
-    coatnet_rmlp_nano_rw_224 coatnext_nano_rw_224 convformer_s18 convit_tiny
+    cait_xxs24_224 coat_lite_tiny coat_tiny coatnet_0_224 coatnet_nano_cc_224
+    coatnet_pico_rw_224 coatnet_rmlp_nano_rw_224 coatnext_nano_rw_224 convformer_s18 convit_tiny
     convmixer_1024_20_ks9_p14 convmixer_768_32 convnext_atto convnext_atto_ols convnext_tiny
     convnext_tiny_hnf convnext_zepto_rms convnextv2_atto cpubone_nano crossvit_9_dagger_240
     crossvit_tiny_240 cs3darknet_focus_s cs3darknet_s cs3sedarknet_l csatv2 cspdarknet53
-    cspresnet50 cspresnext50 darknet17 darknet53 davit_tiny deepseek_vit_412m
-    deit3_small_patch16_224 deit_tiny_distilled_patch16_224 deit_tiny_patch16_224 densenet121
-    densenetblur121d dla34 dla46_c dla46x_c dla60_res2net dla60_res2next dm_nfnet_f0 dpn48b dpn68
-    eca_botnext26ts_256 eca_halonext26ts eca_nfnet_l0 eca_resnext26ts eca_vovnet39b ecaresnet26t
-    ecaresnet50d_pruned ecaresnext26t_32x4d edgenext_small edgenext_xx_small efficientformer_l1
-    efficientformerv2_s0 efficientnet_b0 efficientnet_b0_gn efficientnet_es efficientnet_lite0
-    efficientnetv2_rw_t efficientvim_m1 efficientvit_b0 efficientvit_m0 ese_vovnet19b_slim
-    ese_vovnet19b_slim_dw ese_vovnet39b_evos eva02_tiny_patch14_224 fasternet_t0 fastvit_mci0
-    fastvit_sa12 fastvit_t8 fbnetc_100 fbnetv3_b flexivit_small focalnet_tiny_lrf
-    focalnet_tiny_srf gc_efficientnetv2_rw_t gcresnext26ts gcvit_xxtiny gemma4_vit_167m gernet_s
-    ghostnet_050 ghostnetv2_100 ghostnetv3_050 gmixer_12_224 gmlp_ti16_224 halonet26t halonet_h1
-    haloregnetz_b hardcorenas_a hardcorenas_f hgnet_tiny hgnetv2_b0 hiera_small_abswin_256
-    hiera_tiny_224 hieradet_small hrnet_w18_small hrnet_w18_small_v2 iformer_t inception_next_atto
-    inception_next_tiny inception_resnet_v2 inception_v3 inception_v4 lambda_resnet26rpt_256
-    lambda_resnet26t lcnet_035 lcnetv2_small legacy_senet154 legacy_seresnet18
+    cspresnet50 cspresnext50 davit_tiny deepseek_vit_412m deit3_small_patch16_224
+    deit_tiny_distilled_patch16_224 deit_tiny_patch16_224 densenet121 densenetblur121d dla34
+    dla46_c dla46x_c dla60_res2net dla60_res2next dm_nfnet_f0 dpn48b dpn68 eca_botnext26ts_256
+    eca_halonext26ts eca_nfnet_l0 eca_resnext26ts eca_vovnet39b ecaresnet26t ecaresnet50d_pruned
+    ecaresnext26t_32x4d edgenext_small edgenext_xx_small efficientformer_l1 efficientformerv2_s0
+    efficientnet_b0 efficientnet_b0_gn efficientnet_es efficientnet_lite0 efficientnetv2_rw_t
+    efficientvim_m1 efficientvit_b0 efficientvit_m0 ese_vovnet19b_slim ese_vovnet19b_slim_dw
+    ese_vovnet39b_evos eva02_tiny_patch14_224 fasternet_t0 fastvit_mci0 fastvit_sa12 fastvit_t8
+    fbnetc_100 fbnetv3_b flexivit_small focalnet_tiny_lrf focalnet_tiny_srf gcresnext26ts
+    gcvit_xxtiny gemma4_vit_167m gernet_s ghostnet_050 ghostnetv2_100 ghostnetv3_050
+    gmixer_12_224 gmlp_ti16_224 halonet26t halonet_h1 haloregnetz_b hardcorenas_a hardcorenas_f
+    hgnet_tiny hgnetv2_b0 hiera_small_abswin_256 hiera_tiny_224 hieradet_small hrnet_w18_small
+    hrnet_w18_small_v2 iformer_t inception_next_atto inception_next_tiny inception_resnet_v2
+    inception_v3 inception_v4 lcnet_035 lcnetv2_small legacy_senet154 legacy_seresnet18
     legacy_seresnext26_32x4d legacy_xception levit_128s levit_conv_128s lowformer_b0
-    mambaout_femto maxvit_pico_rw_256 maxvit_rmlp_pico_rw_256 maxvit_tiny_tf_224
-    maxxvit_rmlp_nano_rw_256 maxxvitv2_nano_rw_256 mixer_s16_224 mixer_s32_224 mixnet_s
-    mnasnet_050 mnasnet_small mobilenet_edgetpu_100 mobilenetv1_100 mobilenetv2_035
-    mobilenetv2_100 mobilenetv3_large_100 mobilenetv3_small_050 mobilenetv4_conv_aa_medium
-    mobilenetv4_conv_blur_medium mobilenetv4_conv_small mobilenetv4_hybrid_medium mobilenetv5_base
-    mobileone_s0 mobileone_s1 mobilevit_xxs mobilevitv2_050 mvitv2_small_cls mvitv2_tiny
-    naflexvit_base_patch16_gap nasnetalarge nest_tiny nest_tiny_jx nextvit_small nf_ecaresnet26
-    nf_regnet_b0 nf_resnet26 nf_seresnet26 nfnet_l0 pit_ti_224 pit_ti_distilled_224 pnasnet5large
-    poolformer_s12 poolformerv2_s12 pvt_v2_b0 pvt_v2_b2_li qwen3_vit_88m rdnet_tiny regnetv_040
-    regnetx_002 regnety_002 regnetz_005 regnetz_b16 regnetz_b16_evos repghostnet_050 repvgg_a0
-    repvit_m0_9 repvit_m1 res2net50_14w_8s res2net50d res2next50 resmlp_12_224 resnest14d
-    resnest26d resnest50d_4s2x40d resnet10t resnet18 resnet18d resnet32ts resnet50_gn resnetaa34d
-    resnetblur18 resnetrs50 resnetv2_18 resnetv2_50 resnetv2_50d_evos resnetv2_50d_frn
-    resnetv2_50d_gn resnetv2_50x1_bit resnext26ts resnext50_32x4d rexnet_100 rexnetr_100
-    sam2_hiera_tiny samvit_base_patch16_224 sedarknet21 sehalonet33ts selecsls42 selecsls60b
-    semnasnet_050 sequencer2d_s seresnet18 seresnext26d_32x4d seresnext26ts shvit_s1 skresnet18
-    skresnext50_32x4d spnasnet_100 starnet_s050 starnet_s1 swiftformer_xs swin_s3_tiny_224
-    swin_tiny_patch4_window7_224 swinv2_cr_tiny_224 swinv2_cr_tiny_ns_224 swinv2_tiny_window8_256
-    test_byobnet test_convnext test_efficientnet test_efficientnet_gn test_mambaout test_nfnet
-    test_resnet test_vit test_vit2 test_vit3 tf_efficientnet_b0 tf_efficientnetv2_b0 tf_mixnet_s
-    tf_mobilenetv3_small_minimal_100 tiny_vit_5m_224 tinynet_e tnt_s_legacy_patch16_224
-    tnt_s_patch16_224 tresnet_m twins_pcpvt_small twins_svt_small vgg11 vgg11_bn visformer_tiny
+    mambaout_femto maxvit_pico_rw_256 mixer_s16_224 mixer_s32_224 mobilenetv3_large_100
+    mobilenetv3_small_050 mobilenetv4_conv_aa_medium mobilenetv4_conv_blur_medium
+    mobilenetv5_base mobileone_s0 mobileone_s1 mobilevit_xxs mobilevitv2_050 mvitv2_small_cls
+    mvitv2_tiny naflexvit_base_patch16_gap nasnetalarge nest_tiny nest_tiny_jx nextvit_small
+    nf_ecaresnet26 nf_regnet_b0 nf_resnet26 nf_seresnet26 pit_ti_224 pit_ti_distilled_224
+    pnasnet5large poolformer_s12 poolformerv2_s12 pvt_v2_b0 pvt_v2_b2_li qwen3_vit_88m
+    rdnet_tiny regnetv_040 regnetx_002 regnety_002 regnetz_005 repghostnet_050 repvit_m0_9
+    repvit_m1 res2net50_14w_8s res2net50d res2next50 resmlp_12_224 resnest14d resnest26d
+    resnest50d_4s2x40d resnet10t resnet18 resnet18d resnetv2_18 resnetv2_50 resnetv2_50d_evos
+    resnetv2_50d_frn resnetv2_50d_gn resnetv2_50x1_bit rexnet_100 rexnetr_100 sam2_hiera_tiny
+    samvit_base_patch16_224 selecsls42 selecsls60b sequencer2d_s shvit_s1 skresnet18
+    skresnext50_32x4d starnet_s050 starnet_s1 swiftformer_xs swin_s3_tiny_224
+    swin_tiny_patch4_window7_224 swinv2_cr_tiny_224 swinv2_cr_tiny_ns_224
+    swinv2_tiny_window8_256 tiny_vit_5m_224 tnt_s_legacy_patch16_224 tnt_s_patch16_224 tresnet_m
+    twins_pcpvt_small twins_svt_small vgg11 vgg11_bn visformer_tiny
     vit_dpwee_patch16_reg1_gap_256 vit_pe_core_tiny_patch16_384 vit_relpos_small_patch16_224
     vit_relpos_small_patch16_rpn_224 vit_small_patch14_reg4_dinov2 vit_small_patch16_rope_224
-    vit_small_patch16_rope_mixed_224 vit_small_patch32_224 vit_small_resnet26d_224
-    vit_srelpos_small_patch16_224 vit_tiny_patch16_224 vit_tiny_patch16_dinov3_qkvb
-    vit_tiny_r_s16_p8_224 vit_wee_patch16_reg1_gap_256 vit_xsmall_patch16_clip_224
-    vitamin_small_224 volo_d1_224 vovnet39a wide_resnet50_2 xception41 xception41p
-    xcit_nano_12_p16_224 xcit_nano_12_p8_224
+    vit_small_patch16_rope_mixed_224 vit_small_resnet26d_224 vit_srelpos_small_patch16_224
+    vit_tiny_patch16_dinov3_qkvb vit_tiny_r_s16_p8_224 vitamin_small_224 volo_d1_224 vovnet39a
+    xception41 xception41p xcit_nano_12_p16_224 xcit_nano_12_p8_224
 """
 # transformers: name -> model, configuration, its options, example inputs by keyword.
 ENCODER = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -308,6 +298,7 @@ def make_timm(name: str) -> Made:
     size = next((size for key, size in TIMM_SIZE.items() if re.match(key, name)), 64)
     settings = timm.models.get_pretrained_cfg(name)
     options: dict[str, Any] = {"depth": 4} if name.startswith("deepseek") else {}
+    options["num_classes"] = 10  # without a head, the residual stream would be the output
     if settings.fixed_input_size and not name.startswith("crossvit"):
         options["img_size"] = size
     model = timm.create_model(name, pretrained=False, **options)

@@ -265,9 +265,9 @@ def _fits(layer: Tensor, shape: tuple[int, ...]) -> bool:
 
 def pick(flow: Flow, op: Op) -> None:
     """Indexing by a tensor: one axis is indexed, the others pass."""
-    source, indices = op.args[0], op.args[1]
-    axes = [k for k, index in enumerate(indices or ()) if index is not None]
-    single = op.name == "index" and len(axes) == 1
+    source, indices = op.args[0], op.args[1] if op.name == "index" else []
+    axes = [k for k, index in enumerate(indices) if index is not None]
+    single = len(axes) == 1
     if single:  # a mask takes up as many axes as it has
         inner = len(indices[axes[0]].shape)
         single = len(op.outs[0].shape) == len(source.shape) - 1 + inner
@@ -280,6 +280,26 @@ def pick(flow: Flow, op: Op) -> None:
             flow.labels.freeze(layer, f"channels are picked by index in {op.where}")
     if kept:
         flow.set(op.outs[0], kept)
+
+
+def put(flow: Flow, op: Op) -> None:
+    """index_put: rows of a tensor are overwritten; along its other axes both go together."""
+    target, values, out = op.args[0], op.args[2], op.outs[0]
+    rows = len(op.args[1]) == 1 and len(values.shape) == len(target.shape)
+    merged = list(flow.layers(target))
+    for layer in [*flow.layers(values), *merged]:
+        if not rows or 0 in support(layer):
+            flow.labels.freeze(layer, f"channels are picked by index in {op.where}")
+            rows = False
+    if not rows:
+        return
+    for layer in flow.layers(values):
+        merge(flow, merged, layer)
+    for value in (target, values):
+        if not flow.uniform(value):
+            merged = _check_unlabelled(flow, op, value, merged, len(target.shape))
+    for value in {out, target}:
+        flow.set(value, merged)
 
 
 def pick_along(flow: Flow, op: Op) -> None:

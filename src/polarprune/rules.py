@@ -36,6 +36,7 @@ from .moves import (
     pick,
     pick_along,
     pointwise,
+    put,
     restride,
     roll,
     same,
@@ -87,7 +88,8 @@ def _table() -> dict[Any, Rule]:
         cat: "cat",
         stack: "stack",
         pad: "constant_pad_nd",
-        pick: "index gather index_put index_put_",
+        pick: "index gather",
+        put: "index_put index_put_ _index_put_impl_",
         pick_along: "index_select",
         embedding: "embedding",
         create: "zeros ones full empty rand randn new_zeros new_ones new_full new_empty "

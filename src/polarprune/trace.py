@@ -185,7 +185,8 @@ class _Look:
         tapes = self._tapes or self._record()
         with on_host():
             graph = build(tapes, self._followed(tapes), self.held)
-            graph.rewired, graph.numbers = dict(self.rewired), dict(self.numbers)
+            graph.rewired = dict(self.rewired)
+            graph.numbers = {p: v for p, v in self.numbers.items() if p not in self.rewired}
             graph.notes = [*self.notes, *(f"{g}: {why}" for g, why in self.minimum.items())]
             hold_spine(graph)
             hold_heads(graph)
@@ -386,8 +387,12 @@ def _change_numbers(look: _Look, graph: Graph, trial: Trial, found: Deviation) -
 
 def _alike(look: _Look, graph: Graph, path: str) -> list[str]:
     """Modules of the same class that perform the same operations."""
-    mine = [op.name for op in graph.ops_in(path)]
-    return [p for p in look.like(path) if [op.name for op in graph.ops_in(p)] == mine]
+
+    def form(other: str) -> list[Any]:
+        ops = graph.ops_in(other)
+        return [(op.name, [len(value.shape) for value in op.tensors()]) for op in ops]
+
+    return [other for other in look.like(path) if form(other) == form(path)]
 
 
 _PLANS = 16

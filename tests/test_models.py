@@ -1,0 +1,46 @@
+"""A part of `make coverage`: models of other packages, by numbers."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+coverage = pytest.importorskip("coverage", reason="benchmarks/ is not beside tests/")
+import coverage_models  # noqa: E402
+
+MODELS = [
+    "torchvision/resnet18", "torchvision/mobilenet_v2", "torchvision/shufflenet_v2_x0_5",
+    "torchvision/swin_t", "torchvision/lraspp_mobilenet_v3_large",
+    "torchvision/fasterrcnn_mobilenet_v3_large_fpn", "torchvision/r3d_18", "timm/convnext_atto",
+    "timm/deit_tiny_patch16_224", "timm/mixer_s32_224", "timm/skresnet18",
+    "timm/efficientnet_b0", "timm/eva02_tiny_patch14_224", "transformers/bert",
+    "transformers/gpt2", "transformers/llama", "transformers/t5", "transformers/mixtral",
+    "transformers/whisper", "transformers/detr", "rnn/lstm_text", "rnn/gru_speech",
+]  # fmt: skip
+# A shuffle ties channels to cycles; recurrent layers stay whole; in configurations as small as
+# these the vocabulary, which is the output, is half of a language model.
+NOT_LOW = {
+    "torchvision/shufflenet_v2_x0_5", "rnn/lstm_text", "rnn/gru_speech", "transformers/gpt2",
+    "transformers/llama", "transformers/t5", "transformers/mixtral", "transformers/whisper",
+    "transformers/detr",
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", MODELS)
+def test_model_is_cut_exactly_and_by_much(name: str) -> None:
+    packages = {"rnn": []}.get(name.partition("/")[0], ["torchvision", name.partition("/")[0]])
+    for package in packages:  # not imported here: that may need a stand-in for compiled parts
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    torch.manual_seed(0)
+    model, example = coverage_models.make(name)
+    model.eval()
+    row = {"kind": coverage_models.kind(name, model), **coverage.look(model, example, norms=False)}
+    if row["kind"] == "transformer" or "convnext" in name:
+        row["stream"] = coverage.look(model, example, norms=True)
+    assert coverage.passed(row), {key: row[key] for key in row if key != "reasons"}
+    assert coverage.small_enough(row) == (name not in NOT_LOW), row["macs"]
