@@ -129,7 +129,10 @@ class Graph:
     def width(self, path: str, place: Place, alive: Tensor) -> int:
         """How wide a tensor inside a module is."""
         number, tensor, axis = place
-        value = self.ops_in(path)[number].tensors()[tensor]
+        ops = self.ops_in(path)
+        value = ops[number].tensors()[tensor] if number < len(ops) else None
+        if value is None or axis >= len(value.shape):
+            return 0  # another tape: a trial will show that this place is none
         kept = self.kept(value, axis, alive)
         return value.shape[axis] if kept is None else int(kept.sum())
 

@@ -186,7 +186,7 @@ class _Look:
         with on_host():
             graph = build(tapes, self._followed(tapes), self.held)
             graph.rewired = dict(self.rewired)
-            graph.numbers = {p: v for p, v in self.numbers.items() if p not in self.rewired}
+            graph.numbers = self.following()
             graph.notes = [*self.notes, *(f"{g}: {why}" for g, why in self.minimum.items())]
             hold_spine(graph)
             hold_heads(graph)
@@ -231,6 +231,10 @@ class _Look:
 
     def set_rewired(self, rewired: dict[str, Emission]) -> None:
         self.rewired, self._tapes = rewired, []
+
+    def following(self) -> dict[str, dict[str, Place]]:
+        """Attributes that follow a width; re-emitted code does not read them."""
+        return {path: mine for path, mine in self.numbers.items() if path not in self.rewired}
 
     def like(self, path: str) -> list[str]:
         """All modules of the same class."""
@@ -377,7 +381,7 @@ def _change_numbers(look: _Look, graph: Graph, trial: Trial, found: Deviation) -
         places = {**mine, **{name: place for name, place, _ in tried}}
         look.numbers = {**before, **dict.fromkeys(look.like(path), places)}
         telling = set().union(*(telling for _, _, telling in tried))
-        graph = replace(graph, numbers=look.numbers)
+        graph = replace(graph, numbers=look.following())
         if tried and _better(look, graph, trial, found, telling):
             look.seeds = seeds | telling
             return graph
