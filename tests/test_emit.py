@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import polarprune as pp
-from polarprune import emit
+from polarprune import capture, emit
 from polarprune.proof import difference, prove_equal
 
 OUTPUT = "part of the model's output"
@@ -597,7 +597,7 @@ def call(number: int = 3, flip: bool = True) -> tuple[tuple[Any, ...], dict[str,
 def written() -> tuple[nn.Module, emit.Emission]:
     module = Written()
     args, kwargs = call()
-    emission = emit.capture(module, args, kwargs)
+    emission = capture.capture(module, args, kwargs)
     assert emission is not None
     return module, emission
 
@@ -629,7 +629,7 @@ def test_capture_leaves_the_module_as_it_was() -> None:
             return x[:, :2]
 
     module = Counts().eval()
-    assert emit.capture(module, (torch.randn(3, 4),), {}) is not None
+    assert capture.capture(module, (torch.randn(3, 4),), {}) is not None
     assert type(module) is Counts and not module.training
     assert module.calls == 0 and vars(module).keys() == vars(Counts()).keys()
 
@@ -710,13 +710,13 @@ class Result:
 
 @pytest.mark.parametrize("family", [Numpy, Constant, Raises, Own], ids=lambda f: f.__name__)
 def test_code_that_cannot_be_written_down_gives_none(family: type[nn.Module]) -> None:
-    assert emit.capture(family(), (torch.randn(3, 4),), {}) is None
+    assert capture.capture(family(), (torch.randn(3, 4),), {}) is None
 
 
 def test_forward_of_the_instance_is_not_written_down() -> None:
     module = Written()
     module.forward = lambda x: x  # type: ignore[method-assign]
-    assert emit.capture(module, (torch.randn(3, 4),), {}) is None
+    assert capture.capture(module, (torch.randn(3, 4),), {}) is None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -829,7 +829,7 @@ def test_stored_graph_cannot_run_code() -> None:
         ["e", "call_function", "operator.call", items({"node": "d"}, "6 * 7"), nothing],
         ["output", "output", "output", items({"node": "e"}), nothing],
     ]
-    identity = emit.capture(nn.Identity(), (torch.zeros(1),), {})
+    identity = capture.capture(nn.Identity(), (torch.zeros(1),), {})
     assert identity is not None
     stored = {**emit.encode(identity), "train": nodes, "eval": nodes}
     try:

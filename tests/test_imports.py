@@ -17,10 +17,10 @@ import polarprune
 PACKAGE = Path(polarprune.__file__).parent
 # fmt: off
 ORDER = [
-    "errors", "tape", "labels", "flow", "moves", "merges", "rules", "emit", "groups", "spine",
-    "cost", "rewire", "blocks", "norms", "attention", "surgery", "proof", "trial", "trace", "gates",
-    "prox", "schedule", "budget", "controls", "html", "report", "pictures", "pruner", "checkpoint",
-    "demo", "cli",
+    "errors", "tape", "labels", "flow", "moves", "merges", "rules", "emit", "capture", "groups",
+    "spine", "cost", "rewire", "blocks", "norms", "attention", "leftovers", "surgery", "proof",
+    "trial", "look", "trace", "gates", "prox", "schedule", "budget", "controls", "html", "report",
+    "pictures", "pruner", "checkpoint", "demo", "cli",
 ]
 # fmt: on
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("__"))

@@ -1,6 +1,5 @@
-"""A part of `make coverage`: models of other packages, by numbers."""
+"""A part of `make coverage`: models of other packages (the dev extra has these), by numbers."""
 
-import importlib.util
 import sys
 from pathlib import Path
 
@@ -8,8 +7,8 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-coverage = pytest.importorskip("coverage", reason="benchmarks/ is not beside tests/")
-import coverage_models  # noqa: E402
+import coverage
+import coverage_models
 
 MODELS = [
     "torchvision/resnet18", "torchvision/mobilenet_v2", "torchvision/shufflenet_v2_x0_5",
@@ -32,10 +31,6 @@ NOT_LOW = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MODELS)
 def test_model_is_cut_exactly_and_by_much(name: str) -> None:
-    packages = {"rnn": []}.get(name.partition("/")[0], ["torchvision", name.partition("/")[0]])
-    for package in packages:  # not imported here: that may need a stand-in for compiled parts
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
     torch.manual_seed(0)
     model, example = coverage_models.make(name)
     model.eval()

@@ -1,34 +1,28 @@
-"""A module's forward, written down as a graph that can be edited, stored and run again.
+"""A module's forward as a graph that can be edited, run, and stored as plain data.
 
-torch.fx traces with proxies that know nothing, so code that looks at a size or a type fails. The
-proxies here know the value they stand for: code may branch on it, and the way that was taken is
-written down. Sizes that are read from tensors stay readings, so another batch works as well. The
-children of the module stay opaque. A graph is stored as plain data (JSON), functions by name.
+How a graph is made is `capture`'s business. Stored, functions stand by name, from a list of those
+that compute and touch nothing else: a graph from a file becomes code.
 """
 
 from __future__ import annotations
 
 import builtins
-import copy
-import functools
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.fx import _symbolic_trace
-from torch.overrides import TorchFunctionMode, get_overridable_functions
+from torch.overrides import get_overridable_functions
 from torch.utils import _pytree as pytree
 
 from .errors import PruneError
 
-_PLAIN = (bool, str, float, torch.dtype, torch.device, type(None))
-_FACTORIES = {
+PLAIN = (bool, str, float, torch.dtype, torch.device, type(None))
+FACTORIES = {
     name: getattr(torch, name)
     for name in ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn",
                  "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros")
@@ -66,278 +60,7 @@ class Emission:
 def form_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """What two calls must have in common for one graph to do."""
     leaves, form = pytree.tree_flatten((args, kwargs))
-    return f"{form} {[leaf if isinstance(leaf, _PLAIN) else type(leaf) for leaf in leaves]}"
-
-
-# --- tracing --------------------------------------------------------------------------------------
-
-
-class _Known(fx.Proxy):
-    """A proxy that knows its value."""
-
-    value: Any = None
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        return type(self.value)
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self.value, name)
-        tracer: Any = self.tracer
-        if callable(found):
-            return lambda *args, **kwargs: tracer.create_proxy(
-                "call_method", name, (self, *args), kwargs
-            )
-        return tracer.create_proxy("call_function", getattr, (self, name), {})
-
-    def __iter__(self) -> Iterator[Any]:
-        if isinstance(self.value, Mapping):
-            return iter(list(self.value))
-        return iter([operator.getitem(self, i) for i in range(len(self))])
-
-    def keys(self) -> Any:
-        return self.value.keys()
-
-    def _said(self, result: Any) -> Any:
-        """A plain value that code goes on with: another one later would take another way."""
-        tracer: Any = self.tracer
-        if isinstance(self.value, Tensor) or self.node in tracer.from_data:
-            raise PruneError("code that depends on the values in a tensor")
-        tracer.create_proxy("call_function", expect, (self, self.value), {})
-        return result
-
-    def __len__(self) -> int:
-        if isinstance(self.value, Tensor):
-            return int(self.size(0))
-        if not isinstance(self.value, torch.Size):  # a tensor always has as many axes, but
-            self.tracer.create_proxy("call_function", expect_pieces, (self, len(self.value)), {})
-        return len(self.value)
-
-    def __bool__(self) -> bool:
-        return bool(self._said(bool(self.value)))
-
-    def __index__(self) -> int:
-        return int(self._said(operator.index(self.value)))
-
-    def __int__(self) -> int:
-        return int(self._said(int(self.value)))
-
-    def __float__(self) -> float:
-        return float(self._said(float(self.value)))
-
-    def __round__(self, digits: Any = None) -> Any:
-        return self._said(round(self.value, digits))
-
-    def __contains__(self, item: Any) -> bool:
-        return bool(self._said(item in self.value))
-
-    def __hash__(self) -> int:
-        return hash(self.value)
-
-    def __setitem__(self, index: Any, item: Any) -> None:
-        tracer: Any = self.tracer
-        tracer.create_proxy("call_function", operator.setitem, (self, index, item), {})
-
-
-class _Tracer(fx.Tracer):
-    """Runs the module while it writes down; children are opaque, containers are not."""
-
-    proxy_buffer_attributes = True
-
-    def __init__(self, inputs: dict[str, Any]) -> None:
-        super().__init__()
-        self.inputs = inputs
-        self.values: dict[fx.Node, Any] = {}
-        self.from_data: set[fx.Node] = set()  # numbers that were read out of a tensor
-        self.running = False  # a node is being computed: nothing is written down
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return type(m).forward is not nn.Sequential.forward
-
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Known(node, self)
-
-    def create_arg(self, a: Any) -> Any:
-        if type(a) is _Known:
-            return a.node
-        if isinstance(a, torch.Size):
-            return tuple(a)
-        if isinstance(a, Tensor) and not isinstance(a, nn.Parameter):
-            raise PruneError("a tensor of unknown origin")
-        return super().create_arg(a)
-
-    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *more: Any,
-                     **named: Any) -> Any:  # fmt: skip
-        known: Any = super().create_proxy(kind, target, args, kwargs, *more, **named)
-        before, self.running = self.running, True
-        try:
-            value = self._compute(known.node)
-        finally:
-            self.running = before
-        self.values[known.node] = known.value = value
-        sources = set(known.node.all_input_nodes)
-        if target in ("item", "tolist") or (
-            not isinstance(value, Tensor) and sources & self.from_data
-        ):
-            self.from_data.add(known.node)
-        if isinstance(value, bool) and target in _COMPARISONS:
-            return bool(known)
-        return value if value is None or isinstance(value, (bool, str)) else known
-
-    def _compute(self, node: fx.Node) -> Any:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
-        target: Any = node.target
-        if node.op == "placeholder":
-            return self.inputs[target]
-        if node.op == "get_attr":
-            return operator.attrgetter(target)(self.root)
-        if node.op == "call_module":
-            return self.root.get_submodule(target)(*args, **kwargs)
-        if node.op == "call_method":
-            return getattr(args[0], target)(*args[1:], **kwargs)
-        return target(*args, **kwargs) if node.op == "call_function" else None
-
-    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        if self.running:
-            return forward(*args, **kwargs)
-        return super().call_module(m, forward, args, kwargs)
-
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        if self.running:
-            return attr_val
-        return super().getattr(attr, attr_val, parameter_proxy_cache)
-
-
-_COMPARISONS = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
-
-
-def expect_pieces(found: Any, example: int) -> None:
-    expect(len(found), example)
-
-
-def expect(found: Any, example: Any) -> None:
-    """Code branched on a size, or went on with it as a number: another one needs other code."""
-    if found != example:
-        raise PruneError(
-            f"the code of this module was re-emitted for the sizes of the example ({example} in "
-            f"one place, where {found} is found now). Trace with an example of the size in use."
-        )
-
-
-class _Functions(TorchFunctionMode):
-    """Functions that are given a known value somewhere among their arguments."""
-
-    def __init__(self, tracer: _Tracer) -> None:
-        super().__init__()
-        self.tracer = tracer
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.tracer.running or not _any_known((args, kwargs)):
-            return func(*args, **kwargs)
-        return fx.Proxy.__torch_function__(func, types, args, kwargs)
-
-
-@contextmanager
-def _factories(tracer: _Tracer) -> Iterator[None]:
-    """torch.zeros(n) and the like do not accept proxies of sizes: replaced while tracing."""
-
-    def written(function: Any) -> Any:
-        @functools.wraps(function)
-        def make(*args: Any, **kwargs: Any) -> Any:
-            if tracer.running:
-                return function(*args, **kwargs)
-            return tracer.create_proxy("call_function", function, args, kwargs)
-
-        return make
-
-    for name, function in _FACTORIES.items():
-        setattr(torch, name, written(function))
-    try:
-        yield
-    finally:
-        for name, function in _FACTORIES.items():
-            setattr(torch, name, function)
-
-
-@contextmanager
-def _nothing_wrapped() -> Iterator[None]:
-    """fx.wrap hides functions of the user from fx; here their code is what matters."""
-    wrapped: dict[Any, Any] = getattr(_symbolic_trace, "_wrapped_fns_to_patch", {})
-    before = dict(wrapped)
-    wrapped.clear()
-    try:
-        yield
-    finally:
-        wrapped.update(before)
-
-
-def _any_known(tree: Any) -> bool:
-    if type(tree) is _Known:
-        return True
-    if isinstance(tree, dict):
-        return any(_any_known(item) for item in tree.values())
-    if isinstance(tree, slice):
-        return any(_any_known(item) for item in (tree.start, tree.stop, tree.step))
-    return isinstance(tree, (tuple, list)) and any(_any_known(item) for item in tree)
-
-
-def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Emission | None:
-    """The module's forward for calls like this one, or None if it cannot be written down."""
-    if "forward" in vars(module):
-        return None  # replaced by the user; the class has another
-    leaves, form = pytree.tree_flatten((args, kwargs))
-    fixed = {str(i): leaf for i, leaf in enumerate(leaves) if isinstance(leaf, _PLAIN)}
-    graphs = {}
-    try:
-        written = pytree.treespec_dumps(form)
-        for mode in ("train", "eval"):
-            double = copy.copy(module)  # what forward remembers must not end up in the module
-            double.training = mode == "train"
-            graphs[mode] = _trace(double, leaves, form)
-            _encode_graph(graphs[mode])  # can it be stored?
-    except Exception:  # whatever the user's code does with a proxy
-        return None
-    return Emission(written, fixed, graphs)
-
-
-def _trace(module: nn.Module, leaves: list[Any], form: pytree.TreeSpec) -> fx.Graph:
-    names = [f"x{i}" for i, leaf in enumerate(leaves) if not isinstance(leaf, _PLAIN)]
-    family = type(module)
-
-    def call(self: nn.Module, given: dict[str, Any]) -> Any:
-        mine = [given.get(f"x{i}", leaf) for i, leaf in enumerate(leaves)]
-        args, kwargs = pytree.tree_unflatten(mine, form)
-        with _factories(tracer), _Functions(tracer):
-            return family.forward(self, *args, **kwargs)
-
-    listed = ", ".join(names)
-    pairs = ", ".join(f"{name}={name}" for name in names)
-    forward = eval(f"lambda self, {listed}: call(self, dict({pairs}))", {"call": call})
-    module.__class__ = type(family.__name__, (family,), {"forward": forward})
-    inputs = {f"x{i}": leaf.clone() if isinstance(leaf, Tensor) else leaf
-              for i, leaf in enumerate(leaves)}  # fmt: skip
-    tracer = _Tracer(inputs)
-    with torch.no_grad(), _nothing_wrapped():
-        graph = tracer.trace(module)
-    for node in reversed(list(graph.nodes)):
-        if not node.users and node.target in _READINGS:
-            graph.erase_node(node)
-    return graph
-
-
-_READINGS = (getattr, operator.getitem, "size", "dim", operator.eq, operator.ne, operator.lt,
-             operator.gt, operator.le, operator.ge, operator.mod, operator.floordiv,
-             operator.add, operator.sub, operator.mul)  # fmt: skip
-
-
-def one_channel(x: Tensor) -> Tensor:
-    """Zeros of the shape of `x` with one channel: many kernels refuse to run on none."""
-    return x.new_zeros(x.shape[0], 1, *x.shape[2:])
-
-
-def no_channel(x: Tensor) -> Tensor:
-    return x[:, :0]
+    return f"{form} {[leaf if isinstance(leaf, PLAIN) else type(leaf) for leaf in leaves]}"
 
 
 # --- running --------------------------------------------------------------------------------------
@@ -368,12 +91,37 @@ def compiled(graph: fx.Graph) -> Callable[..., Any]:
     return function
 
 
+# --- functions that occur in graphs ---------------------------------------------------------------
+
+
+def expect_pieces(found: Any, example: int) -> None:
+    expect(len(found), example)
+
+
+def expect(found: Any, example: Any) -> None:
+    """Code branched on a size, or went on with it as a number: another one needs other code."""
+    if found != example:
+        raise PruneError(
+            f"the code of this module was re-emitted for the sizes of the example ({example} in "
+            f"one place, where {found} is found now). Trace with an example of the size in use."
+        )
+
+
+def one_channel(x: Tensor) -> Tensor:
+    """Zeros of the shape of `x` with one channel: many kernels refuse to run on none."""
+    return x.new_zeros(x.shape[0], 1, *x.shape[2:])
+
+
+def no_channel(x: Tensor) -> Tensor:
+    return x[:, :0]
+
+
 # --- storing --------------------------------------------------------------------------------------
 
 
 def encode(emission: Emission) -> dict[str, Any]:
     """As plain data."""
-    graphs = {mode: _encode_graph(graph) for mode, graph in emission.graphs.items()}
+    graphs = {mode: encode_graph(graph) for mode, graph in emission.graphs.items()}
     fixed = {number: _encode(value) for number, value in emission.fixed.items()}
     return {"form": emission.form, "fixed": fixed, **graphs}
 
@@ -389,7 +137,7 @@ def decode(data: dict[str, Any]) -> Emission:
         raise PruneError(f"stored code is damaged: {error!r}. Nothing was loaded.") from error
 
 
-def _encode_graph(graph: fx.Graph) -> list[Any]:
+def encode_graph(graph: fx.Graph) -> list[Any]:
     return [
         [node.name, node.op, _name_of(node), _encode(node.args), _encode(dict(node.kwargs))]
         for node in graph.nodes
@@ -446,7 +194,7 @@ _OTHERS = {
 def _known_functions() -> dict[str, Any]:
     """Functions that may occur in a stored graph: they compute, and touch no file."""
     allowed = {f for group in get_overridable_functions().values() for f in group}
-    allowed |= set(_FACTORIES.values())
+    allowed |= set(FACTORIES.values())
     found = dict(_OTHERS)
     for space, home in _SPACES.items():
         for name in dir(home):

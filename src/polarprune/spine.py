@@ -64,7 +64,7 @@ def _relax(best: dict[tuple[Value, str], Way], state: tuple[Value, str], way: Wa
 
 
 def hold_heads(graph: Graph) -> None:
-    """Fused attention over no heads crashes the process in torch before 2.13: one head stays."""
+    """Fused attention over no heads crashed the process in torch 2.11: one head stays."""
     if TorchVersion(torch.__version__) >= "2.13":
         return
     names = graph.owners

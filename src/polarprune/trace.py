@@ -8,37 +8,26 @@ well, the group stays whole, with the reason.
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
-from .cost import add_extras, measure
-from .emit import Emission, capture, form_of
+from .cost import add_extras
 from .errors import PruneError
-from .flow import Flow, Rule
-from .groups import WHOLE, Graph, Place, Plan, build, follow, module_of
-from .labels import Labels
-from .norms import weights_in
-from .rewire import shim
-from .rules import RULES, by_tag
-from .spine import hold_heads, hold_spine
+from .flow import Rule
+from .groups import WHOLE, Graph, Place, Plan
+from .look import Look
+from .rules import RULES
 from .surgery import dropped_with, is_gated
 from .tape import (
     Example,
     Op,
-    Tape,
     as_call,
     named_tensors,
     on_host,
-    open_attention,
-    record,
-    untouched,
 )
 from .trial import Deviation, Trial
 
@@ -74,7 +63,7 @@ def survey(
     check_model(model)
     check_example(model, example)
     patterns = (keep,) if isinstance(keep, str) else tuple(keep)
-    look = _Look(model, example, patterns, {**RULES, **(rules or {})}, norms)
+    look = Look(model, example, patterns, {**RULES, **(rules or {})}, norms)
     graph = _prove(look, numbers)
     closable = [name for name, group in graph.open.items() if not group.minimum]
     with on_host():
@@ -126,180 +115,10 @@ def check_example(model: nn.Module, example: Example) -> None:
             )
 
 
-class _Look:
-    """One look at the model; repeated when something has to be treated differently."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        example: Example,
-        keep: tuple[str, ...],
-        rules: Mapping[Any, Rule],
-        norms: bool,
-    ) -> None:
-        self.model, self.example, self.keep, self.rules = model, example, keep, rules
-        self.norms = norms
-        self.norm_code: dict[str, Emission] = {}  # modules that take means over channels
-        self.mixing: set[str] = set()  # those whose means cannot be weighted
-        self.modules = dict(model.named_modules())
-        self.rewired: dict[str, Emission] = {}
-        self.numbers: dict[str, dict[str, Place]] = {}  # attributes that follow a width
-        self.held: dict[str, str] = {}  # group -> why it stays whole
-        self.minimum: dict[str, str] = {}  # group -> why it cannot close entirely
-        self.seeds: set[int] = {1, 2}  # of the plans that are tried
-        self.notes: list[str] = []
-        self._tapes: list[Tape] = []
-        self._flow: tuple[list[Tape], int, Flow] | None = None
-        self._hopeless: set[str] = set()  # modules that cannot be re-emitted
-
-    def __call__(self) -> Graph:
-        """Repeated until all means over open channels can be weighted."""
-        while True:
-            graph = self._look()
-            unknown = {item.op.module for item in graph.statistics} - self.norm_code.keys()
-            if unknown:
-                found = captured(self.model, self.example, sorted(unknown))
-                self.norm_code.update(found)
-                self.mixing |= unknown - found.keys()
-                self._tapes = []
-            elif not self._weigh(graph):
-                return graph
-
-    def _weigh(self, graph: Graph) -> bool:
-        """Find the means in the code of their modules; True if some cannot be weighted."""
-        before = len(self.mixing)
-        for path in dict.fromkeys(item.op.module for item in graph.statistics):
-            emission = self.rewired.get(path) or self.norm_code[path]
-            weights = weights_in(graph, path, emission)
-            if weights is None:
-                self.mixing.add(path)
-            else:
-                graph.weights[path], graph.weighted[path] = weights
-        names = graph.owners
-        for units in graph.weights.values():
-            for name in {names[unit] for unit in units.tolist() if unit != WHOLE}:
-                graph.groups[name].minimum = max(1, graph.groups[name].minimum)
-        return len(self.mixing) > before
-
-    def _look(self) -> Graph:
-        tapes = self._tapes or self._record()
-        with on_host():
-            graph = build(tapes, self._followed(tapes), self.held)
-            graph.rewired = dict(self.rewired)
-            graph.numbers = self.following()
-            graph.notes = [*self.notes, *(f"{g}: {why}" for g, why in self.minimum.items())]
-            hold_spine(graph)
-            hold_heads(graph)
-            for name in self.minimum:
-                graph.groups[name].minimum = 1
-            graph.cost = measure(self.model, graph)
-        return graph
-
-    def _followed(self, tapes: list[Tape]) -> Flow:
-        """The labels, sent through these tapes; the same as before if nothing has changed."""
-        state = (tapes, len(self.mixing))
-        if self._flow is None or self._flow[0] is not tapes or self._flow[1] != len(self.mixing):
-            flow = Flow(Labels(), self.rules, by_tag)
-            flow.norms = lambda path: self.norms and path not in self.mixing
-            follow(tapes, flow, self._kept())
-            self._flow = (*state, flow)
-        return self._flow[2]
-
-    def _record(self) -> list[Tape]:
-        code = {**self.norm_code, **self.rewired}
-        shims = {path: partial(shim, emission=emission) for path, emission in code.items()}
-        self._tapes = [record(self.model, self.example, training=False, shims=shims)]
-        self.notes = []
-        try:
-            self._tapes.append(record(self.model, self.example, training=True, shims=shims))
-        except PruneError as error:
-            self.notes = [f"followed in eval mode only; train mode did not run: {error}"]
-        return self._tapes
-
-    def rewire(self, paths: Iterable[str]) -> bool:
-        """Have these modules re-emitted; False if none of them can be."""
-        wanted = [
-            path
-            for path in dict.fromkeys(paths)
-            if path not in self.rewired and path not in self._hopeless
-            and not type(self.modules[path]).__module__.startswith("torch.nn.")
-        ]  # fmt: skip
-        found = captured(self.model, self.example, wanted)
-        self._hopeless |= set(wanted) - found.keys()
-        self.set_rewired({**self.rewired, **found})
-        return bool(found)
-
-    def set_rewired(self, rewired: dict[str, Emission]) -> None:
-        self.rewired, self._tapes = rewired, []
-
-    def following(self) -> dict[str, dict[str, Place]]:
-        """Attributes that follow a width; re-emitted code does not read them."""
-        return {path: mine for path, mine in self.numbers.items() if path not in self.rewired}
-
-    def like(self, path: str) -> list[str]:
-        """All modules of the same class."""
-        family = type(self.modules[path])
-        return [other for other, module in self.modules.items() if type(module) is family]
-
-    def _kept(self) -> list[tuple[str, str]]:
-        """The tensors of the modules that `keep` names."""
-        found = []
-        for pattern in self.keep:
-            hits = [
-                (tensor, pattern)
-                for tensor, _ in named_tensors(self.model)
-                if _matches(module_of(tensor), pattern)
-            ]
-            if not hits:
-                raise PruneError(
-                    f"keep: no module with parameters matches {pattern!r}. Names are as in "
-                    f"model.named_modules(); * matches anything."
-                )
-            found += hits
-        return found
-
-
-def _matches(module: str, pattern: str) -> bool:
-    """A pattern names a module and what is inside it."""
-    return fnmatch.fnmatch(module, pattern) or fnmatch.fnmatch(module, f"{pattern}.*")
-
-
-def captured(model: nn.Module, example: Example, paths: Iterable[str]) -> dict[str, Emission]:
-    """What these modules compute in a run on the example, where that can be written down."""
-    calls: dict[str, tuple[Any, Any]] = {}
-    forms: dict[str, set[str]] = {}
-
-    def hook(path: str) -> Any:
-        def remember(module: nn.Module, args: Any, kwargs: Any) -> None:
-            forms.setdefault(path, set()).add(form_of(args, kwargs))
-            calls.setdefault(path, tree_map_only(Tensor, Tensor.clone, (args, kwargs)))
-
-        return remember
-
-    handles = [
-        model.get_submodule(path).register_forward_pre_hook(hook(path), with_kwargs=True)
-        for path in paths
-    ]
-    found = {}
-    args, kwargs = as_call(example)
-    try:
-        with untouched(model, False), open_attention():
-            model(*args, **kwargs)
-            for path, call in calls.items():
-                several = len(forms[path]) > 1
-                emission = None if several else capture(model.get_submodule(path), *call)
-                if emission is not None:
-                    found[path] = emission
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found
-
-
 # --- what is called open has been seen to be ------------------------------------------------------
 
 
-def _prove(look: _Look, numbers: bool) -> Graph:
+def _prove(look: Look, numbers: bool) -> Graph:
     graph = look()
     if not graph.open:
         return graph
@@ -312,7 +131,7 @@ def _prove(look: _Look, numbers: bool) -> Graph:
     return _let_close(look, graph, trial, numbers)
 
 
-def _unbake(look: _Look, graph: Graph) -> Graph:
+def _unbake(look: Look, graph: Graph) -> Graph:
     """Code that counts channels is re-emitted, or its channels stay: a trial is no proof here."""
     look.rewire(op.module for op in graph.baked)
     graph = look()
@@ -327,7 +146,7 @@ def _unbake(look: _Look, graph: Graph) -> Graph:
 _ATTEMPTS = 60
 
 
-def _let_code_follow(look: _Look, graph: Graph, trial: Trial) -> Graph:
+def _let_code_follow(look: Look, graph: Graph, trial: Trial) -> Graph:
     """Until a trial cut does what it should: change numbers, re-emit code, or hold a group."""
     for _ in range(_ATTEMPTS):
         found = _first_deviation(look, graph, trial)
@@ -344,7 +163,7 @@ def _let_code_follow(look: _Look, graph: Graph, trial: Trial) -> Graph:
     return _hold_one_by_one(look, graph, trial)
 
 
-def _first_deviation(look: _Look, graph: Graph, trial: Trial) -> Deviation | None:
+def _first_deviation(look: Look, graph: Graph, trial: Trial) -> Deviation | None:
     for seed in sorted(look.seeds):
         found = trial.cut(graph, _uneven(graph, seed)) if graph.open else None
         if found is not None:
@@ -353,7 +172,7 @@ def _first_deviation(look: _Look, graph: Graph, trial: Trial) -> Deviation | Non
 
 
 def _better(
-    look: _Look, graph: Graph, trial: Trial, before: Deviation, telling: Iterable[int] = ()
+    look: Look, graph: Graph, trial: Trial, before: Deviation, telling: Iterable[int] = ()
 ) -> bool:
     """True if the same trial gets further than it did, and no telling one stops there."""
     for seed in (before.seed, *telling):
@@ -363,7 +182,7 @@ def _better(
     return True
 
 
-def _change_numbers(look: _Look, graph: Graph, trial: Trial, found: Deviation) -> Graph | None:
+def _change_numbers(look: Look, graph: Graph, trial: Trial, found: Deviation) -> Graph | None:
     """Let a whole number of the module, such as the number of heads, follow a width."""
     assert found.op is not None
     path = found.op.module
@@ -389,7 +208,7 @@ def _change_numbers(look: _Look, graph: Graph, trial: Trial, found: Deviation) -
     return None
 
 
-def _alike(look: _Look, graph: Graph, path: str) -> list[str]:
+def _alike(look: Look, graph: Graph, path: str) -> list[str]:
     """Modules of the same class that perform the same operations."""
 
     def form(other: str) -> list[Any]:
@@ -415,7 +234,7 @@ def _distinct(graph: Graph, path: str, size: int) -> list[tuple[Place, set[int]]
     ]  # fmt: skip
 
 
-def _re_emit(look: _Look, graph: Graph, trial: Trial, found: Deviation) -> Graph | None:
+def _re_emit(look: Look, graph: Graph, trial: Trial, found: Deviation) -> Graph | None:
     assert found.op is not None
     before = look.rewired
     if not look.rewire(_called_like(look, graph, found.op)):
@@ -427,12 +246,12 @@ def _re_emit(look: _Look, graph: Graph, trial: Trial, found: Deviation) -> Graph
     return None
 
 
-def _called_like(look: _Look, graph: Graph, op: Op) -> list[str]:
+def _called_like(look: Look, graph: Graph, op: Op) -> list[str]:
     """Modules of the same class that run."""
     return [path for path in look.like(op.module) if graph.ops_in(path)]
 
 
-def _hold(look: _Look, graph: Graph, found: Deviation) -> Graph | None:
+def _hold(look: Look, graph: Graph, found: Deviation) -> Graph | None:
     """Keep the channels whole that pass the line of code which does not follow, or its module."""
     for names in (_passing(look, graph, found), _passing(look, graph, found, everywhere=True)):
         if names:
@@ -444,7 +263,7 @@ def _hold(look: _Look, graph: Graph, found: Deviation) -> Graph | None:
     return look()
 
 
-def _passing(look: _Look, graph: Graph, found: Deviation, everywhere: bool = False) -> list[str]:
+def _passing(look: Look, graph: Graph, found: Deviation, everywhere: bool = False) -> list[str]:
     """The open groups that pass the line of code at which something went wrong, or its module."""
     if found.op is None:
         return []
@@ -461,7 +280,7 @@ def _open_units(graph: Graph, op: Op) -> set[int]:
     return {unit for layer in layers for unit in layer.unique().tolist()} - {WHOLE}
 
 
-def _hold_one_by_one(look: _Look, graph: Graph, trial: Trial) -> Graph:
+def _hold_one_by_one(look: Look, graph: Graph, trial: Trial) -> Graph:
     """The last resort: every group that cannot be cut alone stays, and if need be all."""
     plan = _uneven(graph, 0)
     for name in graph.open:
@@ -476,7 +295,7 @@ def _hold_one_by_one(look: _Look, graph: Graph, trial: Trial) -> Graph:
     return graph
 
 
-def _let_close(look: _Look, graph: Graph, trial: Trial, numbers: bool) -> Graph:
+def _let_close(look: Look, graph: Graph, trial: Trial, numbers: bool) -> Graph:
     """Which groups can close entirely; pools refuse to run on no channels, unless re-emitted."""
     for _ in range(_ATTEMPTS):
         found = graph.open and trial.cut(graph, _closed(graph), numbers=numbers)
