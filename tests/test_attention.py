@@ -75,6 +75,33 @@ class Rotary(Separate):
         return torch.cat([-x[..., half:], x[..., :half]], -1)
 
 
+class Pooled(nn.Module):
+    """One convolution and one norm for all heads, and relative positions, as in MViT and SAM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.width = HEADS, DIM
+        self.qkv, self.proj = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+        self.pool = nn.Conv1d(DIM // HEADS, DIM // HEADS, 3, padding=1, groups=DIM // HEADS)
+        self.norm = nn.LayerNorm(DIM // HEADS)
+        self.near = nn.Parameter(torch.randn(13, DIM // HEADS))
+
+    def pooled(self, x: Tensor) -> Tensor:
+        batch, heads, length, width = x.shape
+        x = self.pool(x.reshape(batch * heads, length, width).transpose(1, 2))
+        return self.norm(x.reshape(batch, heads, width, length).transpose(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        qkv = self.qkv(x).reshape(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = (self.pooled(part) for part in qkv.unbind(0))
+        place = torch.arange(length)
+        near = self.near[place[:, None] - place + 6]
+        scores = 0.3 * q @ k.mT + torch.einsum("bhqc,qkc->bhqk", q, near)
+        x = scores.softmax(-1) @ v + q
+        return self.proj(x.transpose(1, 2).reshape(batch, length, self.width))
+
+
 class Torch(nn.Module):
     """nn.MultiheadAttention, called in one of its ways."""
 
@@ -112,6 +139,7 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
     "relative position bias": lambda: Packed(fused=False, bias=True),
     "three matrices": Separate,
     "rotary positions": Rotary,
+    "pooled heads": Pooled,
     "torch": lambda: Torch(True, need_weights=False),
     "torch with weights": lambda: Torch(True),
     "torch, length first": lambda: Torch(False, need_weights=False),
@@ -150,6 +178,22 @@ def test_heads_close_as_a_unit_and_the_export_is_exact(name: str) -> None:
             found = counted(small, (x,))
             torch.backends.mha.set_fastpath_enabled(fast)
         assert found == {key: claimed[key] for key in ("macs", "params")}
+
+
+def test_attention_of_one_class_need_not_run_the_same_way() -> None:
+    class Some(Pooled):
+        def __init__(self, pool: bool) -> None:
+            super().__init__()
+            self.pools = pool
+
+        def pooled(self, x: Tensor) -> Tensor:
+            return super().pooled(x) if self.pools else x
+
+    torch.manual_seed(0)
+    blocks = [Block(Some(pool)) for pool in (False, True, True)]
+    model = nn.Sequential(nn.Linear(6, DIM), *blocks, nn.Linear(DIM, 5)).eval()
+    graph = pp.trace(model, torch.randn(2, 7, 6))
+    assert [graph.open[f"{k}.attention.qkv"].size for k in (1, 2, 3)] == [HEADS] * 3
 
 
 def test_a_key_head_closes_with_all_its_queries() -> None:

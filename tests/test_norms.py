@@ -45,6 +45,26 @@ class VarMean(nn.Module):
         return (x - mean) * torch.rsqrt(var + 1e-5)
 
 
+class Var(nn.Module):
+    """With the correction of a sample, as torch.var has it if it is not told."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.var(-1, keepdim=True) + 1e-5)
+
+
+class Length(nn.Module):
+    """A sum, not a mean: CLIP, SSD."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.own = own
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.own:
+            return x / x.square().sum(-1, keepdim=True).sqrt()
+        return 3 * F.normalize(x, dim=-1)
+
+
 class Tokens(nn.Module):
     """Group norm of one group wants channels second."""
 
@@ -63,6 +83,9 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
     "rms norm by hand": lambda: RMS(WIDTH),
     "layer norm by hand": ByHand,
     "var_mean": VarMean,
+    "var": Var,
+    "length": lambda: Length(True),
+    "normalize": lambda: Length(False),
     "group norm": lambda: Tokens(WIDTH),
 }
 

@@ -32,7 +32,7 @@ def _left(flow: Flow, op: Op, source: Value, untouched: Callable[[int], bool]) -
     kept = []
     for layer in flow.layers(source):
         rest = tuple(axis for axis in support(layer) if untouched(axis))
-        if not rest and op.name in ("mean", "var_mean") and flow.weigh(op, layer):
+        if not rest and op.name in _WEIGHABLE and flow.weigh(op, layer):
             continue
         if not rest:
             flow.labels.freeze(layer, f"{op.name} mixes channels in {op.where}")
@@ -41,6 +41,9 @@ def _left(flow: Flow, op: Op, source: Value, untouched: Callable[[int], bool]) -
             layer = flow.labels.flatten_onto(layer, rest)
         kept.append(layer)
     return kept
+
+
+_WEIGHABLE = ("mean", "sum", "var", "var_mean", "linalg_vector_norm")
 
 
 def _axes_of(op: Op, dim: int) -> set[int]:
@@ -127,8 +130,14 @@ def layer_norm(flow: Flow, op: Op) -> None:
     source = op.args[0]
     dim = len(source.shape)
     normed = set(range(dim - len(op.args[1]), dim))
-    layers = flow.layers(source)
-    mixed = [layer for layer in layers if set(support(layer)) & normed]
+    layers, mixed = list[Tensor](), list[Tensor]()
+    for layer in flow.layers(source):
+        rest = tuple(axis for axis in support(layer) if axis not in normed)
+        if set(support(layer)) & normed and rest:  # within a head: whole heads go
+            layer = flow.labels.flatten_onto(layer, rest)
+        elif set(support(layer)) & normed:
+            mixed.append(layer)
+        layers.append(layer)
     scales = [
         layer.reshape((1,) * (dim - layer.dim()) + tuple(layer.shape))
         for value in op.args[2:4]
@@ -149,10 +158,14 @@ def layer_norm(flow: Flow, op: Op) -> None:
 def convolution(flow: Flow, op: Op) -> None:
     source, weight, bias = op.args[:3]
     transposed, groups = op.args[6], op.args[8]
-    incoming = flow.on(source, 1)
+    beside = []  # channels on other axes, if every one of them is convolved by itself
     for layer in flow.layers(source):
-        if 1 not in support(layer):
+        others = tuple(axis for axis in support(layer) if axis != 1)
+        if others and all(_apart(op, axis) for axis in others):  # else whole heads go
+            beside.append(flow.labels.flatten_onto(layer, others))
+        elif 1 not in support(layer):
             flow.labels.freeze(layer, f"convolved along channels in {op.where}")
+    incoming = None if beside else flow.on(source, 1)
     if groups == 1:
         outgoing = _plain_convolution(flow, op, incoming, weight, transposed)
     else:
@@ -161,7 +174,18 @@ def convolution(flow: Flow, op: Op) -> None:
     if shift is not None and outgoing is not None:
         flow.labels.join(shift, outgoing)
     out = op.outs[0]
-    flow.set(out, [] if outgoing is None else [along(outgoing, 1, len(out.shape))])
+    flow.contractions[-1].factors.extend(layer.flatten() for layer in beside)
+    made = [] if outgoing is None else [along(outgoing, 1, len(out.shape))]
+    flow.set(out, [*made, *beside])
+
+
+def _apart(op: Op, axis: int) -> bool:
+    """True for the batch, and along space for a kernel of one that visits every place."""
+    if axis == 0:
+        return True
+    size, stride, padding = op.args[1].shape, op.args[3], op.args[4]
+    step, pad = stride[(axis - 2) % len(stride)], padding[(axis - 2) % len(padding)]
+    return bool(size[axis] == 1 and step == 1 and pad == 0)
 
 
 def _plain_convolution(
@@ -182,6 +206,7 @@ def _grouped_convolution(
         for vector in (lead, per_group, incoming):
             if vector is not None:
                 flow.labels.freeze(vector, f"no channels to follow in {op.where}")
+        flow.contractions.append(Contraction(op, [], [], []))
         return None
     rows, arriving = lead.reshape(groups, -1), incoming.reshape(groups, -1)
     out_rows = rows.shape[1] if not transposed else weight.shape[1]
@@ -245,10 +270,11 @@ def _batched(flow: Flow, op: Op, left: Value, right: Value, bias: list[Value]) -
     for value, contracted in ((left, 2), (right, 1)):
         for layer in flow.layers(value):
             if contracted in support(layer):
-                if 0 not in support(layer):
+                rest = tuple(axis for axis in support(layer) if axis != contracted)
+                if not rest:
                     flow.labels.freeze(layer, f"product of two sets of channels in {op.where}")
                     continue
-                layer = flow.labels.flatten_onto(layer, (0,))
+                layer = flow.labels.flatten_onto(layer, rest)
             merge(flow, merged, layer)
     for value in bias:
         for layer in flow.layers(value):

@@ -44,13 +44,32 @@ def _var_mean(
     axis: int,
     x: Tensor,
     dim: Any,
-    unbiased: bool = True,
+    unbiased: bool | None = True,
     keepdim: bool = False,
-    **kw: Any,
+    correction: int | None = None,
 ) -> tuple[Tensor, Tensor]:
+    correction = int(unbiased is not False) if correction is None else correction
     mean = weighted_mean(g, axis, x, dim, True)
     var = weighted_mean(g, axis, (x - mean).square(), dim, True)
+    count = x.numel() / mean.numel() * (g.sum() / g.numel()).to(x.dtype)
+    var = var * count / (count - correction).clamp(min=1e-6)
     return (var, mean) if keepdim else (var.squeeze(dim), mean.squeeze(dim))
+
+
+def _var(g: Tensor, axis: int, x: Tensor, *args: Any, **kw: Any) -> Tensor:
+    return _var_mean(g, axis, x, *args, **kw)[0]
+
+
+def _sum(g: Tensor, axis: int, x: Tensor, dim: Any, keepdim: bool = False, **kw: Any) -> Tensor:
+    return (x * _laid(g, axis, x)).sum(dim, keepdim)
+
+
+def _normalize(
+    g: Tensor, axis: int, x: Tensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, **kw: Any
+) -> Tensor:
+    """A closed channel adds nothing to the length of a vector."""
+    powers = (x.abs() ** p * _laid(g, axis, x)).sum(dim, keepdim=True)
+    return x / (powers ** (1 / p)).clamp(min=eps)
 
 
 def _layer_norm(
@@ -107,7 +126,8 @@ def _group_norm(
 
 
 _WEIGHTED: dict[Any, Callable[..., Any]] = {
-    "mean": _mean, torch.mean: _mean, torch.var_mean: _var_mean,
+    "mean": _mean, torch.mean: _mean, "sum": _sum, torch.sum: _sum,
+    "var": _var, torch.var: _var, torch.var_mean: _var_mean, F.normalize: _normalize,
     F.layer_norm: _layer_norm, torch.layer_norm: _layer_norm,
     F.rms_norm: _rms_norm, torch.rms_norm: _rms_norm,
     F.group_norm: _group_norm, torch.group_norm: _group_norm,
@@ -115,8 +135,6 @@ _WEIGHTED: dict[Any, Callable[..., Any]] = {
 
 
 def can_be_weighted(node: fx.Node) -> bool:
-    if node.target is torch.var_mean and node.kwargs.get("unbiased", True) in (True, None):
-        return bool(node.kwargs.get("correction", 1) == 0)
     return node.target in _WEIGHTED
 
 
@@ -130,7 +148,7 @@ def weighted(emission: Emission, nodes: Mapping[str, Mapping[str, int]]) -> Emis
                 new = graph.call_function(
                     _WEIGHTED[node.target],
                     (gates, places[node.name], *node.args),
-                    {k: v for k, v in node.kwargs.items() if k not in ("dtype", "correction")},
+                    {k: v for k, v in node.kwargs.items() if k != "dtype"},
                 )
             node.replace_all_uses_with(new)
             graph.erase_node(node)

@@ -152,11 +152,12 @@ def _let_code_follow(look: Look, graph: Graph, trial: Trial) -> Graph:
         found = _first_deviation(look, graph, trial)
         if found is None:
             return graph
-        changed = found.op and (
-            _change_numbers(look, graph, trial, found)
-            or _re_emit(look, graph, trial, found)
-            or _hold(look, graph, found)
-        )
+        changed = None
+        for op in dict.fromkeys((found.op, found.suspect)):
+            at = replace(found, op=op)
+            changed = changed or (op and _change_numbers(look, graph, trial, at))
+            changed = changed or (op and _re_emit(look, graph, trial, at))
+        changed = changed or (found.op and _hold(look, graph, found))
         if not changed:
             break
         graph = changed
@@ -186,7 +187,7 @@ def _change_numbers(look: Look, graph: Graph, trial: Trial, found: Deviation) ->
     """Let a whole number of the module, such as the number of heads, follow a width."""
     assert found.op is not None
     path = found.op.module
-    if path in look.rewired:
+    if path in look.rewired or type(look.modules[path]).__module__.startswith("torch.nn."):
         return None
     before, seeds = look.numbers, look.seeds
     mine = before.get(path, {})
@@ -198,7 +199,7 @@ def _change_numbers(look: Look, graph: Graph, trial: Trial, found: Deviation) ->
     ]
     for tried in [*([option] for option in options), options]:
         places = {**mine, **{name: place for name, place, _ in tried}}
-        look.numbers = {**before, **dict.fromkeys(look.like(path), places)}
+        look.numbers = {**before, **dict.fromkeys(_alike(look, graph, path), places)}
         telling = set().union(*(telling for _, _, telling in tried))
         graph = replace(graph, numbers=look.following())
         if tried and _better(look, graph, trial, found, telling):
@@ -237,18 +238,22 @@ def _distinct(graph: Graph, path: str, size: int) -> list[tuple[Place, set[int]]
 def _re_emit(look: Look, graph: Graph, trial: Trial, found: Deviation) -> Graph | None:
     assert found.op is not None
     before = look.rewired
-    if not look.rewire(_called_like(look, graph, found.op)):
-        return None
-    graph = look()
-    if _better(look, graph, trial, found):
-        return graph
+    new = _with_code_of(look, graph, found.op)
+    if new is not None and _better(look, new, trial, found):
+        return new
     look.set_rewired(before)
     return None
 
 
-def _called_like(look: Look, graph: Graph, op: Op) -> list[str]:
-    """Modules of the same class that run."""
-    return [path for path in look.like(op.module) if graph.ops_in(path)]
+def _with_code_of(look: Look, graph: Graph, op: Op) -> Graph | None:
+    """The graph with the code of all modules of this class re-emitted, if that works out."""
+    before = look.rewired
+    try:
+        if look.rewire(path for path in look.like(op.module) if graph.ops_in(path)):
+            return look()
+    except PruneError:  # what they give each other has another form now
+        look.set_rewired(before)
+    return None
 
 
 def _hold(look: Look, graph: Graph, found: Deviation) -> Graph | None:
@@ -302,10 +307,11 @@ def _let_close(look: Look, graph: Graph, trial: Trial, numbers: bool) -> Graph:
         if not found:
             break
         before, code = len(look.minimum), look.rewired
-        if found.op and look.rewire(_called_like(look, graph, found.op)):
-            graph = look()
-            further = trial.cut(graph, _closed(graph), numbers=numbers)
+        new = found.op and _with_code_of(look, graph, found.op)
+        if new:
+            further = trial.cut(new, _closed(new), numbers=numbers)
             if not further or further.index > found.index:
+                graph = new
                 continue
             look.set_rewired(code)
             graph = look()
