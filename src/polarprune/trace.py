@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from .cost import add_extras
 from .errors import PruneError
@@ -187,8 +188,8 @@ def _change_numbers(look: Look, graph: Graph, trial: Trial, found: Deviation) ->
     """Let a whole number of the module, such as the number of heads, follow a width."""
     assert found.op is not None
     path = found.op.module
-    if path in look.rewired or type(look.modules[path]).__module__.startswith("torch.nn."):
-        return None
+    if path in look.rewired or isinstance(look.modules[path], (nn.Linear, _ConvNd)):
+        return None  # (the latter follow their weights)
     before, seeds = look.numbers, look.seeds
     mine = before.get(path, {})
     options = [
