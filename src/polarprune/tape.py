@@ -251,6 +251,7 @@ def attempt(
     handles = []
     failed = None
     shimmed = [(model.get_submodule(path), path, shim) for path, shim in (shims or {}).items()]
+    own = {module: vars(module).get("forward") for module, _, _ in shimmed}
     for module, path, shim in shimmed:
         module.forward = shim(module, _marker(recorder, path))
     for name, module in model.named_modules():
@@ -265,8 +266,10 @@ def attempt(
     finally:
         for handle in handles:
             handle.remove()
-        for module, _, _ in shimmed:
+        for module, forward in own.items():
             del module.forward  # as_graph refuses modules that have one of their own
+            if forward is not None:
+                module.forward = forward
     return recorder.tape, failed
 
 
