@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import torch
-from nets import around
-from test_awkward import OUTPUT, cut, images
+import torch.nn.functional as F
+from nets import around, randomise
+from test_awkward import OUTPUT, cut, cut_at_random, images
 from torch import Tensor, nn
+
+import polarprune as pp
 
 
 class Chooses(nn.Module):
@@ -35,3 +38,37 @@ def test_forward_that_a_module_chose_is_written_anew() -> None:
         )
         assert vars(model[1])["forward"].__self__ is model[1]
         assert list(done.graph.rewired) == ["1"]
+
+
+class ToldNorm(nn.Module):
+    """A norm that keeps the shape that it normalises, as torch's own does."""
+
+    def __init__(self, width: int, rms: bool) -> None:
+        super().__init__()
+        self.shape, self.rms = (width,), rms
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.rms:
+            return F.rms_norm(x, normalized_shape=self.shape, weight=self.weight, eps=1e-6)
+        return F.layer_norm(x, self.shape, self.weight)
+
+
+class Mlp(nn.Module):
+    def __init__(self, rms: bool) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = ToldNorm(8, rms), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def test_norms_that_are_told_their_shape_follow_the_stream() -> None:
+    for rms in (True, False):
+        model = nn.Sequential(nn.Linear(5, 8), Mlp(rms), Mlp(rms), nn.Linear(8, 3))
+        model, inputs = randomise(model).double(), (torch.randn(2, 4, 5).double(),)
+        graph = pp.trace(model, inputs, norms=True)
+        assert {name: group.size for name, group in graph.open.items()} == {
+            "0": 8, "1.up": 12, "2.up": 12,
+        }  # fmt: skip
+        cut_at_random(model, graph, inputs)
