@@ -72,3 +72,27 @@ def test_norms_that_are_told_their_shape_follow_the_stream() -> None:
             "0": 8, "1.up": 12, "2.up": 12,
         }  # fmt: skip
         cut_at_random(model, graph, inputs)
+
+
+class TwoHeads(nn.Module):
+    """Of two heads one is left in a trial; -1 hides it until the projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = {"heads": 2, "width": 6}
+        self.qkv, self.proj = nn.Linear(8, 3 * 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads, width = self.settings["heads"], self.settings["width"]
+        qkv = self.qkv(x).reshape(x.shape[0], -1, 3, heads, width).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
+        x = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        return self.proj(x.reshape(x.shape[0], -1, heads * width))
+
+
+def test_code_that_stops_late_is_mended_where_it_first_went_astray() -> None:
+    model = nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), TwoHeads(), nn.Linear(8, 3))
+    inputs = (torch.randn(2, 4, 5).double(),)
+    whole = {"0": "layer norm mixes channels", "3": OUTPUT}
+    done = cut(model, inputs, {"2.qkv": 2, "2.proj": 8}, whole)
+    assert list(done.graph.rewired) == ["2"]
