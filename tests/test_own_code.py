@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from nets import around, randomise
@@ -96,3 +97,20 @@ def test_code_that_stops_late_is_mended_where_it_first_went_astray() -> None:
     whole = {"0": "layer norm mixes channels", "3": OUTPUT}
     done = cut(model, inputs, {"2.qkv": 2, "2.proj": 8}, whole)
     assert list(done.graph.rewired) == ["2"]
+
+
+class Resized(nn.Module):
+    """Learned positions, brought to the size of the image."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.mode, self.places = mode, nn.Parameter(torch.randn(1, 6, 5, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        smooth = {} if "nearest" in self.mode else {"antialias": True}
+        return x + F.interpolate(self.places, x.shape[2:], mode=self.mode, **smooth)
+
+
+@pytest.mark.parametrize("mode", ["bicubic", "bilinear", "nearest", "nearest-exact"])
+def test_positions_that_are_resized_keep_their_channels(mode: str) -> None:
+    cut(around(6, 6, Resized(mode)), (images(),), {"0.0": 6}, {"2.2": OUTPUT})
