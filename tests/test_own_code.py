@@ -114,3 +114,35 @@ class Resized(nn.Module):
 @pytest.mark.parametrize("mode", ["bicubic", "bilinear", "nearest", "nearest-exact"])
 def test_positions_that_are_resized_keep_their_channels(mode: str) -> None:
     cut(around(6, 6, Resized(mode)), (images(),), {"0.0": 6}, {"2.2": OUTPUT})
+
+
+class Remembers(nn.Module):
+    """Computes a table for the size that it meets, once, and keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = {"heads": 4}
+        self.qk, self.v, self.proj = nn.Linear(8, 16), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.slope = nn.Parameter(torch.ones(4, 1, 1))
+        self.table = torch.zeros(1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, c = x.shape
+        heads = self.settings["heads"]
+        if self.table.shape[0] != n:
+            table = torch.zeros(n, n)
+            table[:, :] = torch.arange(n)[None] - torch.arange(n)[:, None]
+            self.table = table.to(x)
+        q, k = self.qk(x).reshape(b, n, 2, heads, c // heads).permute(2, 0, 3, 1, 4).unbind(0)
+        v = self.v(x).reshape(b, n, heads, c // heads).transpose(1, 2)
+        scores = (q @ k.transpose(-2, -1) + self.slope * self.table).softmax(-1)
+        return self.proj((scores @ v).transpose(1, 2).reshape(b, n, c))
+
+
+def test_tables_that_a_module_remembers_are_computed_in_code_that_is_written_anew() -> None:
+    model = nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), Remembers(), nn.Linear(8, 3))
+    inputs = (torch.randn(2, 6, 5).double(),)
+    whole = {"0": "layer norm mixes channels", "3": OUTPUT}
+    done = cut(model, inputs, {"2.qk": 4, "2.proj": 8}, whole)
+    assert model[2].table.shape == (1, 1)
+    assert list(done.graph.rewired) == ["2"]

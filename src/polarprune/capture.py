@@ -43,19 +43,20 @@ def captured(model: nn.Module, example: Example, paths: Iterable[str]) -> dict[s
         model.get_submodule(path).register_forward_pre_hook(hook(path), with_kwargs=True)
         for path in paths
     ]
-    found = {}
+    found: dict[str, Emission] = {}
     args, kwargs = as_call(example)
     try:
         with untouched(model, False), open_attention():
             model(*args, **kwargs)
-            for path, call in calls.items():
-                several = len(forms[path]) > 1
-                emission = None if several else capture(model.get_submodule(path), *call)
-                if emission is not None:
-                    found[path] = emission
     finally:
         for handle in handles:
             handle.remove()
+    with untouched(model, False), open_attention():  # as if the run before had not been
+        for path, call in calls.items():
+            several = len(forms[path]) > 1
+            emission = None if several else capture(model.get_submodule(path), *call)
+            if emission is not None:
+                found[path] = emission
     return found
 
 

@@ -198,8 +198,11 @@ def as_call(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 @contextmanager
 def untouched(model: nn.Module, training: bool | None = None) -> Iterator[None]:
-    """Run the model inside without a trace: mode, buffers and random state are put back."""
-    modes = {module: module.training for module in model.modules()}
+    """Run the model inside without a trace: mode, buffers and random state are put back.
+
+    So is what a forward remembers: code that is written down later computes it then, too.
+    """
+    attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
     tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     if training is not None:
@@ -209,9 +212,7 @@ def untouched(model: nn.Module, training: bool | None = None) -> Iterator[None]:
         with torch.random.fork_rng(sorted(gpus)), torch.no_grad():
             yield
     finally:
-        for module, mode in modes.items():
-            module.training = mode
-        for table, entries in tables:
+        for table, entries in [*attributes, *tables]:
             table.clear()
             table.update(entries)
         with torch.no_grad():
