@@ -146,3 +146,28 @@ def test_tables_that_a_module_remembers_are_computed_in_code_that_is_written_ane
     done = cut(model, inputs, {"2.qk": 4, "2.proj": 8}, whole)
     assert model[2].table.shape == (1, 1)
     assert list(done.graph.rewired) == ["2"]
+
+
+class Marked(nn.Module):
+    """Zeros that get ones in some places: what looks like a filling is none."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.zeros(x.shape[1], dtype=x.dtype)
+        if self.how == "slice":
+            mask[::2] = 1
+        elif self.how == "view":
+            mask.view(2, -1)[0].fill_(1)
+        else:
+            mask[1:3].add_(1)
+        return x * mask[:, None, None]
+
+
+@pytest.mark.parametrize("how", ["slice", "view", "add"])
+def test_zeros_that_are_overwritten_in_part_keep_their_channels(how: str) -> None:
+    graph = pp.trace(around(6, 6, Marked(how)), images().float())
+    assert not graph.open
+    assert "meets a tensor that is no parameter" in graph.groups["0.0"].reason
