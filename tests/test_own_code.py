@@ -148,6 +148,32 @@ def test_tables_that_a_module_remembers_are_computed_in_code_that_is_written_ane
     assert list(done.graph.rewired) == ["2"]
 
 
+class OneKey(nn.Module):
+    """Many queries, but one key and one value, which torch repeats for every head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(8, 24), nn.Linear(8, 6), nn.Linear(8, 6)
+        self.proj = nn.Linear(24, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q(x).unflatten(-1, (-1, 6)).transpose(1, 2), self.k(x), self.v(x)
+        x = (q @ k[:, None].transpose(-2, -1)).softmax(-1) @ v[:, None]
+        return self.proj(x.transpose(1, 2).flatten(2))
+
+
+def test_heads_that_share_a_key_go_one_by_one() -> None:
+    model = nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), OneKey(), nn.Linear(8, 3))
+    whole = {
+        "0": "layer norm mixes channels",
+        "2.k": "product of two sets of channels",
+        "2.v": "no layer merges these channels",
+        "3": OUTPUT,
+    }
+    inputs = (torch.randn(2, 7, 5).double(),)
+    cut(model, inputs, {"2.q": 4, "2.proj": 8}, whole)
+
+
 class Marked(nn.Module):
     """Zeros that get ones in some places: what looks like a filling is none."""
 
