@@ -197,3 +197,45 @@ def test_zeros_that_are_overwritten_in_part_keep_their_channels(how: str) -> Non
     graph = pp.trace(around(6, 6, Marked(how)), images().float())
     assert not graph.open
     assert "meets a tensor that is no parameter" in graph.groups["0.0"].reason
+
+
+class Turned(nn.Module):
+    """Queries and keys are scaled by place, for every head in a way of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(8, 3 * 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, -1, 3)).permute(2, 0, 3, 1, 4).unbind(0)
+        x = F.scaled_dot_product_attention(q * turns, k * turns, v)
+        return self.proj(x.transpose(1, 2).flatten(2))
+
+
+class Mixed(nn.Module):
+    """Learned frequencies of all layers and heads, multiplied with places in one go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Linear(5, 8), nn.LayerNorm(8)
+        self.speeds = nn.Parameter(torch.randn(2, 4, 3))
+        self.layers, self.head = nn.ModuleList([Turned(), Turned()]), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        places = torch.arange(x.shape[1]).to(x)[:, None]
+        for layer, turns in zip(
+            self.layers, (places @ self.speeds.unsqueeze(-2)).sin(), strict=True
+        ):
+            x = x + layer(self.norm(x), turns)
+        return self.head(x)
+
+
+def test_tables_that_are_computed_for_every_head_go_with_it() -> None:
+    whole = {
+        "stem": "layer norm mixes channels",
+        "speeds": "a place within a unit that goes as a whole",
+        "head": OUTPUT,
+    }
+    done = cut(Mixed(), (torch.randn(2, 6, 5).double(),), {"layers.0.qkv": 4}, whole)
+    assert done.small.speeds.shape == (2, len(done.plan["layers.0.qkv"]), 3)

@@ -154,10 +154,12 @@ class Graph:
 
     def kept(self, value: Value, axis: int, alive: Tensor) -> Tensor | None:
         """Which indices along an axis of a tensor stay, or None if no label varies along it."""
-        for units in self.values.get(value, []):
-            if axis in self._axes_of(units):
-                return stays(units, alive).movedim(axis, 0).reshape(units.shape[axis], -1).any(1)
-        return None
+        left = [
+            stays(units, alive).movedim(axis, 0).reshape(units.shape[axis], -1).any(1)
+            for units in self.values.get(value, [])
+            if axis in self._axes_of(units)
+        ]
+        return torch.stack(left).all(0) if left else None
 
     def _axes_of(self, units: Tensor) -> tuple[int, ...]:
         """The axes along which there are different units."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from .flow import Contraction, Flow
@@ -217,6 +218,8 @@ def matmul(flow: Flow, op: Op) -> None:
     *bias, left, right = op.args[:3] if "add" in op.name else op.args[:2]
     out = op.outs[0]
     dim = len(out.shape)
+    if dim == 3 and left.shape[2] == 1 and not bias:
+        return _outer(flow, op, left, right)
     if dim == 3 and not flow.pure(left) and not flow.pure(right):
         return _batched(flow, op, left, right, bias)
     weight = right if flow.pure(right) else left
@@ -237,6 +240,33 @@ def matmul(flow: Flow, op: Op) -> None:
         for layer in flow.layers(value):
             layer = layer.reshape((1,) * (dim - layer.dim()) + tuple(layer.shape))
             merge(flow, list(layers), layer)
+
+
+def _outer(flow: Flow, op: Op, left: Value, right: Value) -> None:
+    """A sum over one element is a plain product: what is batched goes together, the rest passes."""
+    kept = [layer for x in (left, right) for layer in flow.layers(x) if 0 not in support(layer)]
+    batched = [[layer for layer in flow.layers(x) if 0 in support(layer)] for x in (left, right)]
+    for layer in batched[0]:
+        other = next((other for other in batched[1] if _alike(layer, other)), None)
+        if other is not None:
+            flow.labels.join(layer, other)
+            kept.append(layer)
+            batched[1] = [rest for rest in batched[1] if rest is not other]
+        else:
+            batched[1].append(layer)
+    for layer in batched[1]:
+        flow.labels.freeze(layer, f"batched product of channels in {op.where}")
+    vectors = [layer.flatten() for layer in kept]
+    flow.contractions.append(Contraction(op, vectors, [], vectors))
+    flow.set(op.outs[0], kept)
+
+
+def _alike(layer: Tensor, other: Tensor) -> bool:
+    """True if both tell apart the same places: heads, say, and not layers by heads."""
+    if layer.shape != other.shape:
+        return False
+    pairs = torch.stack([layer.flatten(), other.flatten()])
+    return len(pairs.unique(dim=1).T) == len(layer.unique()) == len(other.unique())
 
 
 def _batched(flow: Flow, op: Op, left: Value, right: Value, bias: list[Value]) -> None:
