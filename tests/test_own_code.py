@@ -239,3 +239,34 @@ def test_tables_that_are_computed_for_every_head_go_with_it() -> None:
     }
     done = cut(Mixed(), (torch.randn(2, 6, 5).double(),), {"layers.0.qkv": 4}, whole)
     assert done.small.speeds.shape == (2, len(done.plan["layers.0.qkv"]), 3)
+
+
+class Windows(nn.Module):
+    """Attention within windows; one table of places is read by the queries of every head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Conv2d(6, 3 * 12, 1), nn.Conv2d(12, 6, 1)
+        self.places = nn.Parameter(torch.randn(16, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, _, h, w = x.shape
+        qkv = self.qkv(x).unfold(2, 4, 4).unfold(3, 4, 4)
+        q, k, v = qkv.reshape(b, 3, -1, 3, h * w // 16, 16).permute(1, 0, 2, 4, 5, 3).unbind(0)
+        x = (q @ k.transpose(-2, -1) + q @ self.places.T).softmax(-1) @ v
+        x = x.unflatten(3, (4, 4)).permute(0, 1, 5, 2, 3, 4)
+        return self.proj(x.reshape(b, -1, h, w))
+
+
+def test_heads_in_windows_share_a_table() -> None:
+    whole = {"1": "meets a tensor that is no parameter", "2.2": OUTPUT}
+    cut(around(6, 6, Windows()), (images(),), {"0.0": 6, "1.qkv": 4, "1.proj": 6}, whole)
+
+
+def test_windows_of_channels_stay_whole() -> None:
+    class Slides(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.unfold(1, 2, 1).amax(-1)
+
+    graph = pp.trace(around(6, 5, Slides()), images().float())
+    assert not graph.open and "windows of channels" in graph.groups["0.0"].reason

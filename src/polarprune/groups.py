@@ -130,9 +130,10 @@ class Graph:
         """How wide a tensor inside a module is."""
         number, tensor, axis = place
         ops = self.ops_in(path)
-        value = ops[number].tensors()[tensor] if number < len(ops) else None
-        if value is None or axis >= len(value.shape):
+        seen = ops[number].tensors() if number < len(ops) else []
+        if tensor >= len(seen) or axis >= len(seen[tensor].shape):
             return 0  # another tape: a trial will show that this place is none
+        value = seen[tensor]
         kept = self.kept(value, axis, alive)
         return value.shape[axis] if kept is None else int(kept.sum())
 

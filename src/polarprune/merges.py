@@ -222,14 +222,16 @@ def matmul(flow: Flow, op: Op) -> None:
         return _outer(flow, op, left, right)
     if dim == 3 and not flow.pure(left) and not flow.pure(right):
         return _batched(flow, op, left, right, bias)
-    weight = right if flow.pure(right) else left
-    incoming, inner = flow.on(left, dim - 1), flow.on(right, dim - 2)
+    weight, source = (right, left) if flow.pure(right) else (left, right)
+    contracted = {left: dim - 1, right: dim - 2}
+    inner = flow.on(weight, contracted[weight])
+    incoming = None if _of_heads(flow, source) else flow.on(source, contracted[source])
+    if inner is not None and _of_heads(flow, source):
+        flow.labels.freeze(inner, f"reads a part of every head in {op.where}")
     rows, columns = flow.on(left, dim - 2), flow.on(right, dim - 1)
-    if weight is left:
-        incoming, inner = inner, incoming
     outer = columns if weight is right else rows
     layers = [along(v, a, dim) for v, a in ((rows, dim - 2), (columns, dim - 1)) if v is not None]
-    if dim == 3 and (batch := flow.on(left if weight is right else right, 0)) is not None:
+    if dim == 3 and (batch := flow.on(source, 0)) is not None:
         flow.labels.freeze(batch, f"batched product of channels in {op.where}")
     _meet(flow, op, incoming, inner, weight, [outer])
     other = rows if weight is right else columns
@@ -240,6 +242,12 @@ def matmul(flow: Flow, op: Op) -> None:
         for layer in flow.layers(value):
             layer = layer.reshape((1,) * (dim - layer.dim()) + tuple(layer.shape))
             merge(flow, list(layers), layer)
+
+
+def _of_heads(flow: Flow, value: Value) -> bool:
+    """True if rows and columns both vary: heads that share a weight, and that go as a whole."""
+    axes = {len(value.shape) - 2, len(value.shape) - 1}
+    return any(axes <= set(support(layer)) for layer in flow.layers(value))
 
 
 def _outer(flow: Flow, op: Op, left: Value, right: Value) -> None:

@@ -142,6 +142,15 @@ def roll(flow: Flow, op: Op) -> None:
     movement(flow, op)
 
 
+def slide(flow: Flow, op: Op) -> None:
+    """unfold: windows along an axis. Fine where it is not that of channels."""
+    source, axis = op.args[0], op.args[1] % len(op.args[0].shape)
+    for layer in flow.layers(source):
+        if axis in support(layer):
+            flow.labels.freeze(layer, f"windows of channels in {op.where}")
+    movement(flow, op)
+
+
 def restride(flow: Flow, op: Op) -> None:
     """as_strided: the same tensor if only axes of size 1 get other strides (channels last)."""
     source, size, stride = op.args[:3]
