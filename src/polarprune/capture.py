@@ -43,19 +43,20 @@ def captured(model: nn.Module, example: Example, paths: Iterable[str]) -> dict[s
         model.get_submodule(path).register_forward_pre_hook(hook(path), with_kwargs=True)
         for path in paths
     ]
-    found = {}
+    found: dict[str, Emission] = {}
     args, kwargs = as_call(example)
     try:
         with untouched(model, False), open_attention():
             model(*args, **kwargs)
-            for path, call in calls.items():
-                several = len(forms[path]) > 1
-                emission = None if several else capture(model.get_submodule(path), *call)
-                if emission is not None:
-                    found[path] = emission
     finally:
         for handle in handles:
             handle.remove()
+    with untouched(model, False), open_attention():  # as if the run before had not been
+        for path, call in calls.items():
+            several = len(forms[path]) > 1
+            emission = None if several else capture(model.get_submodule(path), *call)
+            if emission is not None:
+                found[path] = emission
     return found
 
 
@@ -258,8 +259,9 @@ def _any_known(tree: Any) -> bool:
 
 def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Emission | None:
     """The module's forward for calls like this one, or None if it cannot be written down."""
-    if "forward" in vars(module):
-        return None  # replaced by the user; the class has another
+    chosen = vars(module).get("forward")
+    if chosen is not None and getattr(chosen, "__self__", None) is not module:
+        return None  # replaced by the user, with code that may belong to anything
     leaves, form = pytree.tree_flatten((args, kwargs))
     fixed = {str(i): leaf for i, leaf in enumerate(leaves) if isinstance(leaf, PLAIN)}
     graphs = {}
@@ -278,12 +280,14 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _trace(module: nn.Module, leaves: list[Any], form: pytree.TreeSpec) -> fx.Graph:
     names = [f"x{i}" for i, leaf in enumerate(leaves) if not isinstance(leaf, PLAIN)]
     family = type(module)
+    chosen = vars(module).pop("forward", None)  # a method that it chose: self.forward = self.other
+    body = family.forward if chosen is None else chosen.__func__
 
     def call(self: nn.Module, given: dict[str, Any]) -> Any:
         mine = [given.get(f"x{i}", leaf) for i, leaf in enumerate(leaves)]
         args, kwargs = pytree.tree_unflatten(mine, form)
         with _factories(tracer), _Functions(tracer):
-            return family.forward(self, *args, **kwargs)
+            return body(self, *args, **kwargs)
 
     listed = ", ".join(names)
     pairs = ", ".join(f"{name}={name}" for name in names)

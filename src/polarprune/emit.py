@@ -78,6 +78,7 @@ def with_forward(module: nn.Module, emission: Emission) -> nn.Module:
 
 def with_method(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
     family = type(module)
+    vars(module).pop("forward", None)  # a method that it chose would come before its class
     module.__class__ = type(family.__name__, (family,), {"forward": forward})
     return module
 

@@ -6,6 +6,7 @@ A rule is a function `(flow, op) -> None` that reads the layers of the operation
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,8 +67,19 @@ class Flow:
         for op in tape.that_matter:
             rule = self.rules.get(op.func) or self.rules.get(op.func._overloadpacket)
             (rule or self.default)(self, op)
+            if op.func._schema.is_mutable:
+                self._written(op)
         for value in tape.outputs:
             self.freeze(value, "part of the model's output")
+
+    def _written(self, op: Op) -> None:
+        """Zeros of which a part is overwritten with ones are not alike along every axis."""
+        target: Any = op.args[0]
+        base = target.base if isinstance(target, Value) else None
+        if base is None or math.prod(target.shape) == math.prod(base.shape):
+            return
+        if not any(self.layers(value) for value in op.inputs()[1:]):
+            self._uniform -= {value for value in self._uniform if base in (value, value.base)}
 
     def layers(self, value: Any) -> list[Tensor]:
         if not isinstance(value, Value):

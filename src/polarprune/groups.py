@@ -130,9 +130,10 @@ class Graph:
         """How wide a tensor inside a module is."""
         number, tensor, axis = place
         ops = self.ops_in(path)
-        value = ops[number].tensors()[tensor] if number < len(ops) else None
-        if value is None or axis >= len(value.shape):
+        seen = ops[number].tensors() if number < len(ops) else []
+        if tensor >= len(seen) or axis >= len(seen[tensor].shape):
             return 0  # another tape: a trial will show that this place is none
+        value = seen[tensor]
         kept = self.kept(value, axis, alive)
         return value.shape[axis] if kept is None else int(kept.sum())
 
@@ -154,10 +155,12 @@ class Graph:
 
     def kept(self, value: Value, axis: int, alive: Tensor) -> Tensor | None:
         """Which indices along an axis of a tensor stay, or None if no label varies along it."""
-        for units in self.values.get(value, []):
-            if axis in self._axes_of(units):
-                return stays(units, alive).movedim(axis, 0).reshape(units.shape[axis], -1).any(1)
-        return None
+        left = [
+            stays(units, alive).movedim(axis, 0).reshape(units.shape[axis], -1).any(1)
+            for units in self.values.get(value, [])
+            if axis in self._axes_of(units)
+        ]
+        return torch.stack(left).all(0) if left else None
 
     def _axes_of(self, units: Tensor) -> tuple[int, ...]:
         """The axes along which there are different units."""

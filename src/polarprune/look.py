@@ -72,7 +72,7 @@ class Look:
         for path in dict.fromkeys(item.op.module for item in graph.statistics):
             emission = self.rewired.get(path) or self.norm_code[path]
             weights = weights_in(graph, path, emission)
-            if weights is None:
+            if weights is None or "forward" in vars(self.modules[path]):  # could not be put back
                 self.mixing.add(path)
             else:
                 graph.weights[path], graph.weighted[path] = weights

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from .flow import Contraction, Flow
@@ -242,16 +243,22 @@ def matmul(flow: Flow, op: Op) -> None:
     *bias, left, right = op.args[:3] if "add" in op.name else op.args[:2]
     out = op.outs[0]
     dim = len(out.shape)
+    if dim == 3 and left.shape[2] == 1 and not bias:
+        return _outer(flow, op, left, right)
     if dim == 3 and not flow.pure(left) and not flow.pure(right):
         return _batched(flow, op, left, right, bias)
-    weight = right if flow.pure(right) else left
-    incoming, inner = flow.on(left, dim - 1), flow.on(right, dim - 2)
+    weight, source = (right, left) if flow.pure(right) else (left, right)
+    last, first = dim - 1, dim - 2  # of left and of right are contracted
+    inner = flow.on(weight, first if weight is right else last)
+    incoming = None
+    if not _of_heads(flow, source):
+        incoming = flow.on(source, last if weight is right else first)
+    if inner is not None and _of_heads(flow, source):
+        flow.labels.freeze(inner, f"reads a part of every head in {op.where}")
     rows, columns = flow.on(left, dim - 2), flow.on(right, dim - 1)
-    if weight is left:
-        incoming, inner = inner, incoming
     outer = columns if weight is right else rows
     layers = [along(v, a, dim) for v, a in ((rows, dim - 2), (columns, dim - 1)) if v is not None]
-    if dim == 3 and (batch := flow.on(left if weight is right else right, 0)) is not None:
+    if dim == 3 and (batch := flow.on(source, 0)) is not None:
         flow.labels.freeze(batch, f"batched product of channels in {op.where}")
     _meet(flow, op, incoming, inner, weight, [outer])
     other = rows if weight is right else columns
@@ -262,6 +269,39 @@ def matmul(flow: Flow, op: Op) -> None:
         for layer in flow.layers(value):
             layer = layer.reshape((1,) * (dim - layer.dim()) + tuple(layer.shape))
             merge(flow, list(layers), layer)
+
+
+def _of_heads(flow: Flow, value: Value) -> bool:
+    """True if rows and columns both vary: heads that share a weight, and that go as a whole."""
+    axes = {len(value.shape) - 2, len(value.shape) - 1}
+    return any(axes <= set(support(layer)) for layer in flow.layers(value))
+
+
+def _outer(flow: Flow, op: Op, left: Value, right: Value) -> None:
+    """A sum over one element is a plain product: what is batched goes together, the rest passes."""
+    kept = [layer for x in (left, right) for layer in flow.layers(x) if 0 not in support(layer)]
+    batched = [[layer for layer in flow.layers(x) if 0 in support(layer)] for x in (left, right)]
+    for layer in batched[0]:
+        other = next((other for other in batched[1] if _alike(layer, other)), None)
+        if other is not None:
+            flow.labels.join(layer, other)
+            kept.append(layer)
+            batched[1] = [rest for rest in batched[1] if rest is not other]
+        else:
+            batched[1].append(layer)
+    for layer in batched[1]:
+        flow.labels.freeze(layer, f"batched product of channels in {op.where}")
+    vectors = [layer.flatten() for layer in kept]
+    flow.contractions.append(Contraction(op, vectors, [], vectors))
+    flow.set(op.outs[0], kept)
+
+
+def _alike(layer: Tensor, other: Tensor) -> bool:
+    """True if both tell apart the same places: heads, say, and not layers by heads."""
+    if layer.shape != other.shape:
+        return False
+    pairs = torch.stack([layer.flatten(), other.flatten()])
+    return len(pairs.unique(dim=1).T) == len(layer.unique()) == len(other.unique())
 
 
 def _batched(flow: Flow, op: Op, left: Value, right: Value, bias: list[Value]) -> None:

@@ -116,16 +116,20 @@ def cut(flow: Flow, op: Op) -> None:
 
 
 def expand(flow: Flow, op: Op) -> None:
-    """A constant that is repeated along an axis goes with whatever it meets there."""
+    """What is repeated along an axis goes with whatever it meets there.
+
+    Not so after an axis of channels: each channel is repeated then, as a key head for its queries.
+    """
     source, out = op.args[0], op.outs[0]
     movement(flow, op)
-    if not flow.layers(source):
-        more = len(out.shape) - len(source.shape)
-        flow.set(out, [
-            along(flow.labels.fresh(out.shape[axis]), axis, len(out.shape))
-            for axis in range(max(1, more), len(out.shape))
-            if source.shape[axis - more] == 1 < out.shape[axis]
-        ])  # fmt: skip
+    more = len(out.shape) - len(source.shape)
+    first = min((min(support(layer)) for layer in flow.layers(out)), default=len(out.shape))
+    repeated = [
+        along(flow.labels.fresh(out.shape[axis]), axis, len(out.shape))
+        for axis in range(1, first)
+        if out.shape[axis] > 1 and (axis < more or source.shape[axis - more] == 1)
+    ]
+    flow.set(out, [*flow.layers(out), *repeated])
 
 
 def roll(flow: Flow, op: Op) -> None:
@@ -135,6 +139,15 @@ def roll(flow: Flow, op: Op) -> None:
     for layer in flow.layers(source):
         if not axes or axes & set(support(layer)):
             flow.labels.freeze(layer, f"channels are rolled in {op.where}")
+    movement(flow, op)
+
+
+def slide(flow: Flow, op: Op) -> None:
+    """unfold: windows along an axis. Fine where it is not that of channels."""
+    source, axis = op.args[0], op.args[1] % len(op.args[0].shape)
+    for layer in flow.layers(source):
+        if axis in support(layer):
+            flow.labels.freeze(layer, f"windows of channels in {op.where}")
     movement(flow, op)
 
 

@@ -195,6 +195,18 @@ def _bounds(
     return int(kept[:start].sum()), int(kept[:stop].sum())
 
 
+def _normed(node: fx.Node, sight: _Sight) -> bool:
+    """Layer and RMS norms are told the shape of what they normalise."""
+    (out,), shape = sight.values(node), _argument(node, 1, "normalized_shape")
+    if isinstance(shape, fx.Node):
+        return False  # read from a tensor
+    axes = range(len(out.shape) - len(shape), len(out.shape))
+    rest = {key: value for key, value in node.kwargs.items() if key != "normalized_shape"}
+    new = tuple(sight.size(out, axis) for axis in axes)
+    node.args, node.kwargs = (node.args[0], new, *node.args[2:]), rest
+    return any(sight.changed(out, axis) for axis in axes)
+
+
 def _hollow(node: fx.Node, sight: _Sight) -> bool:
     """Pools and the like refuse to run on no channels."""
     kept = sight.kept(sight.values(node)[0], 1)
@@ -221,6 +233,7 @@ _TARGETS: dict[Handler, tuple[Any, ...]] = {
     _split: ("split", "chunk", "split_with_sizes", "tensor_split", torch.split, torch.chunk,
              torch.tensor_split),
     _narrow: ("narrow", torch.narrow),
+    _normed: (F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm),
     _hollow: (F.max_pool1d, F.max_pool2d, F.max_pool3d, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d,
               F.interpolate, F.upsample),
 }  # fmt: skip

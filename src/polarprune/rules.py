@@ -40,6 +40,7 @@ from .moves import (
     restride,
     roll,
     same,
+    slide,
     split,
     stack,
     view,
@@ -83,6 +84,7 @@ def _table() -> dict[Any, Rule]:
         "repeat_interleave",
         cut: "slice split_with_sizes",
         roll: "roll",
+        slide: "unfold",
         restride: "as_strided as_strided_",
         split: "split",
         cat: "cat",
@@ -104,8 +106,9 @@ def _table() -> dict[Any, Rule]:
         "adaptive_avg_pool1d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d "
         "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact2d "
         "upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d "
-        "_upsample_bilinear2d_aa reflection_pad1d reflection_pad2d reflection_pad3d "
-        "replication_pad1d replication_pad2d replication_pad3d",
+        "_upsample_nearest_exact1d _upsample_nearest_exact3d _upsample_bilinear2d_aa "
+        "_upsample_bicubic2d_aa _upsample_lanczos2d_aa reflection_pad1d reflection_pad2d "
+        "reflection_pad3d replication_pad1d replication_pad2d replication_pad3d",
         glu: "glu",
         channel_norm: "native_batch_norm _native_batch_norm_legit cudnn_batch_norm "
         "_batch_norm_with_update _native_batch_norm_legit_no_training _batch_norm_no_update",

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 
 from .attention import Attention
 from .blocks import Edit, as_graph, left_out, owner_of, take_out, vanishing
-from .emit import compiled, decode, with_forward, with_method
+from .emit import compiled, decode, encode, with_forward, with_method
 from .errors import PruneError
 from .groups import Graph, Plan, module_of, stays
 from .leftovers import Constant, Hollow
@@ -107,6 +107,8 @@ def _take_out_blocks(modules: dict[str, nn.Module], graph: Graph, recipe: Recipe
         edits = vanishing(path, modules[path], graph, silent)
         if edits:
             recipe.vanished[path] = edits
+            if path in graph.rewired:  # whether or not a number in it changes
+                recipe.rewired.setdefault(path, encode(graph.rewired[path]))
 
 
 def dropped_with(model: nn.Module, graph: Graph, group: str) -> set[str]:

@@ -198,8 +198,11 @@ def as_call(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 @contextmanager
 def untouched(model: nn.Module, training: bool | None = None) -> Iterator[None]:
-    """Run the model inside without a trace: mode, buffers and random state are put back."""
-    modes = {module: module.training for module in model.modules()}
+    """Run the model inside without a trace: mode, buffers and random state are put back.
+
+    So is what a forward remembers: code that is written down later computes it then, too.
+    """
+    attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
     tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     if training is not None:
@@ -209,9 +212,7 @@ def untouched(model: nn.Module, training: bool | None = None) -> Iterator[None]:
         with torch.random.fork_rng(sorted(gpus)), torch.no_grad():
             yield
     finally:
-        for module, mode in modes.items():
-            module.training = mode
-        for table, entries in tables:
+        for table, entries in [*attributes, *tables]:
             table.clear()
             table.update(entries)
         with torch.no_grad():
@@ -251,6 +252,7 @@ def attempt(
     handles = []
     failed = None
     shimmed = [(model.get_submodule(path), path, shim) for path, shim in (shims or {}).items()]
+    own = {module: vars(module).get("forward") for module, _, _ in shimmed}
     for module, path, shim in shimmed:
         module.forward = shim(module, _marker(recorder, path))
     for name, module in model.named_modules():
@@ -265,8 +267,10 @@ def attempt(
     finally:
         for handle in handles:
             handle.remove()
-        for module, _, _ in shimmed:
+        for module, forward in own.items():
             del module.forward  # as_graph refuses modules that have one of their own
+            if forward is not None:
+                module.forward = forward
     return recorder.tape, failed
 
 

@@ -153,12 +153,11 @@ def _let_code_follow(look: Look, graph: Graph, trial: Trial) -> Graph:
         found = _first_deviation(look, graph, trial)
         if found is None:
             return graph
-        changed = None
-        for op in dict.fromkeys((found.op, found.suspect)):
-            at = replace(found, op=op)
-            changed = changed or (op and _change_numbers(look, graph, trial, at))
-            changed = changed or (op and _re_emit(look, graph, trial, at))
-        changed = changed or (found.op and _hold(look, graph, found))
+        changed = (
+            (found.hint and _adapt(look, graph, trial, replace(found, op=found.hint)))
+            or (found.op and _adapt(look, graph, trial, found))
+            or _hold(look, graph, found)
+        )
         if not changed:
             break
         graph = changed
@@ -182,6 +181,10 @@ def _better(
         if found is not None and (found.op is None or found.index <= before.index):
             return False
     return True
+
+
+def _adapt(look: Look, graph: Graph, trial: Trial, found: Deviation) -> Graph | None:
+    return _change_numbers(look, graph, trial, found) or _re_emit(look, graph, trial, found)
 
 
 def _change_numbers(look: Look, graph: Graph, trial: Trial, found: Deviation) -> Graph | None:

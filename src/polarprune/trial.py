@@ -36,7 +36,7 @@ class Deviation:
     seed: int = 0  # of the plan
     ran: bool = True  # to the end, if not as it should
     excusable: bool = False  # it may be the data, or another way to compute the same
-    suspect: Op | None = None  # where something excusable was seen before
+    hint: Op | None = None  # something excusable before it, which may be the cause
 
     def __str__(self) -> str:
         return f"{self.why} in {self.op.where}" if self.op else self.why
@@ -76,8 +76,8 @@ class Trial:
             found = _compare(graph, alive, before, after, _replaced(recipe))
             if error is not None and (found is None or found.excusable):
                 said = f"the cut model does not run: {_first_line(error)}"
-                suspect = found.op if found else None
-                return replace(_stop(before, after, said), ran=False, suspect=suspect)
+                hint = found.op if found else None
+                return replace(_stop(before, after, said), ran=False, hint=hint)
             if found is not None:
                 return replace(found, ran=error is None)
         return None
