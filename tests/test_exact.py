@@ -422,6 +422,18 @@ ODD: dict[str, tuple[Callable[[Tensor], Tensor], int, int | None]] = {
     "channels last": (lambda x: x.contiguous(memory_format=torch.channels_last), 8, 8),
     "standard deviation": (lambda x: x / (x.std((2, 3), keepdim=True) + 1), 8, 8),
     "softmax over space": (lambda x: x.flatten(2).softmax(-1).view(x.shape), 8, 8),
+    "pixels by two indices": (lambda x: x[:, :, [0, 2, 4], [1, 3, 5]][..., None], 8, 8),
+    "samples and columns by index": (
+        lambda x: x[torch.arange(2)[:, None], :, :, torch.arange(4)].transpose(1, 2), 8, 8,
+    ),
+    "pixels by a mask": (lambda x: x[:, :, torch.eye(8) > 0][..., None], 8, None),
+    "channels and rows by index": (lambda x: x[:, [0, 1, 2], [0, 1, 2]][..., None], 3, None),
+    "add to rows": (lambda x: x.index_add(2, torch.tensor([0, 0, 3]), x[:, :, :3]), 8, 8),
+    "add to rows of nothing": (
+        lambda x: torch.zeros_like(x).index_add_(-1, torch.tensor([5, 0, 5]), x[..., :3]), 8, 8,
+    ),
+    "add to channels": (lambda x: x.index_add(1, torch.tensor([0, 0]), x[:, :2]), 8, None),
+    "unsafe chunks": (lambda x: torch.cat(x.unsafe_chunk(2, 1)[::-1], 1), 8, None),
     "gram matrix": (lambda x: (x.flatten(2) @ x.flatten(2).mT)[..., None], 8, None),
 }  # fmt: skip
 
