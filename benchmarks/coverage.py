@@ -65,7 +65,7 @@ def look(model: Any, example: Any, norms: bool) -> dict[str, Any]:
     import torch
 
     import polarprune as pp
-    from polarprune.proof import count_macs, in_double, prove_equal
+    from polarprune.proof import StaysDouble, count_macs, in_double, prove_equal
     from polarprune.surgery import fold
 
     spent: dict[str, float] = {}
@@ -82,9 +82,9 @@ def look(model: Any, example: Any, norms: bool) -> dict[str, Any]:
             spread = float(parameter.std()) if parameter.numel() > 1 else 0.0
             parameter.add_((0.1 * spread or 0.1) * torch.randn_like(parameter))
     fold(masked, graph, graph.alive(plan).double())
-    with stays_double():
-        with measured(spent, "cut"):
-            small = pp.shrink(masked, graph, plan)
+    with measured(spent, "cut"):
+        small = pp.shrink(masked, graph, plan)
+    with StaysDouble():
         found = prove_equal(masked, small, inputs, 1e-10)
         gap = control(masked, graph, plan, inputs)
     del masked
@@ -117,30 +117,6 @@ def measured(spent: dict[str, float], name: str) -> Iterator[None]:
 def megabytes(key: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(key)) // 1024
-
-
-def stays_double() -> Any:
-    """Inside, what is float64 stays so: RMS norms and softmaxes of transformers say float32."""
-    import torch
-    from torch.overrides import TorchFunctionMode
-
-    class StaysDouble(TorchFunctionMode):
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            kwargs = kwargs or {}
-            if args and isinstance(args[0], torch.Tensor) and args[0].dtype is torch.float64:
-                if func is torch.Tensor.float:
-                    return args[0]
-                same = {torch.float32: torch.float64}
-                args = [same.get(arg, arg) if isinstance(arg, torch.dtype) else arg for arg in args]
-                kwargs = {
-                    key: same.get(arg, arg) if isinstance(arg, torch.dtype) else arg
-                    for key, arg in kwargs.items()
-                }
-            return func(*args, **kwargs)
-
-    return StaysDouble()
 
 
 def control(masked: Any, graph: Any, plan: dict[str, list[int]], inputs: Any) -> float:

@@ -41,6 +41,20 @@ _DROPOUTS = {
 }  # fmt: skip
 
 
+class StaysDouble(TorchFunctionMode):
+    """Code that asks for float32 gets float64: the norms and softmaxes of transformers ask."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float:
+            return args[0].double()
+        args, kwargs = tree_map_only(torch.dtype, _doubled, (tuple(args), kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _doubled(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float32 else dtype
+
+
 @contextmanager
 def _repeatable(model: nn.Module, training: bool) -> Iterator[None]:
     with untouched(model, training), _NoDropout():
