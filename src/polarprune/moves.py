@@ -24,7 +24,9 @@ def pointwise(flow: Flow, op: Op) -> None:
             layer = layer.reshape((1,) * (dim - layer.dim()) + tuple(layer.shape))
             merge(flow, merged, layer)
     for value in operands:
-        if not flow.uniform(value):
+        if flow.uniform(value):
+            _adopt(flow, value, merged)
+        else:
             merged = _check_unlabelled(flow, op, value, merged, dim)
     for out in op.outs:
         flow.set(out, merged)
@@ -44,6 +46,21 @@ def merge(flow: Flow, merged: list[Tensor], layer: Tensor) -> None:
             merged[i] = wide
             return
     merged.append(layer)
+
+
+def _adopt(flow: Flow, value: Value, merged: list[Tensor]) -> None:
+    """Zeros are as wide as what they meet, and so is what else meets them."""
+    own = flow.layers(value)
+    free = [size > 1 for size in value.shape]
+    for axis in (axis for layer in own for axis in support(layer)):
+        free[axis] = False
+    found = []
+    for layer in merged:
+        more = layer.dim() - len(free)
+        if all(axis >= more and free[axis - more] for axis in support(layer)):
+            found.append(layer.reshape(layer.shape[more:]))
+    if found:
+        flow.set(value, [*own, *found])
 
 
 def _check_unlabelled(
