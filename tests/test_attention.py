@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from test_awkward import cut_at_random, images
 from test_exact import counted, difference
 from torch import Tensor, nn
 
 import polarprune as pp
+from polarprune.tape import record
 
 DIM, HEADS = 24, 4
 
@@ -283,3 +285,29 @@ def test_a_width_that_a_module_of_the_user_remembers_is_kept_up_to_date() -> Non
     small = pp.shrink(model, graph, {group.name: [1, 4, 9]})
     assert small[0].nf == 3 and small(x).shape == (2, 7, 5)
     assert model[0].nf == 16
+
+
+class OverPixels(nn.Module):
+    """With one head the reshape at the end is a view, and a layout for another kernel goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.width = 2, 8
+        self.qkv, self.proj = nn.Conv2d(6, 48, 1), nn.Conv2d(16, 6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, _, high, wide = x.shape
+        qkv = self.qkv(x).reshape(batch, self.num_heads, 3 * self.width, high * wide)
+        q, k, v = qkv.permute(0, 1, 3, 2).chunk(3, 3)
+        out = F.scaled_dot_product_attention(q, k, v).permute(0, 1, 3, 2)
+        return self.proj(out.reshape(batch, -1, high, wide))
+
+
+def test_macs_are_the_same_whichever_kernel_computes_attention() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 6, 1), OverPixels(), OverPixels(), nn.Flatten(2))
+    model, x = model.double(), images(2, 3, 4, 4)
+    kernels = [
+        [op.name for op in record(net, x, training=False).ops if "attention" in op.name]
+        for net in (model, cut_at_random(model, pp.trace(model, x), (x,)).small)
+    ]
+    assert kernels == [[], ["_scaled_dot_product_flash_attention_for_cpu"]]

@@ -187,6 +187,25 @@ def test_one_mlp_serves_two_streams() -> None:
 # parameters and buffers outside of layers
 
 
+class Zeros(nn.Module):
+    """One tensor of zeros is added to two layers, as T5 does with its positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1)
+        self.tail = nn.Conv2d(8, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        zeros = x.new_zeros(x.shape[1], 1, 1)
+        return self.tail(self.second((x + zeros).relu()).relu() + zeros)
+
+
+def test_layers_that_meet_the_same_zeros_shrink_alike() -> None:
+    this = cut(Zeros(), (images(),), {"first": 8}, {"tail": OUTPUT})
+    assert this.small.first.out_channels == this.small.second.out_channels
+
+
 class Tokens(nn.Module):
     """A class token, positions, a layer scale and a bare scale, none of them in a layer."""
 

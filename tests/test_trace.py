@@ -401,8 +401,9 @@ def test_wrong_rule_of_the_user_is_found_out() -> None:
         (nn.GroupNorm(1, 8), "group norm over all channels in 1"),
         (nn.LayerNorm([8, 8, 8]), "layer norm mixes channels in 1"),
         (Apply(lambda x: x[:, torch.randperm(8)]), "channels are picked by index in 1"),
+        (Apply(lambda x: x.index_add(1, torch.arange(8), x)), "channels are picked by index in 1"),
     ],
-    ids=["softmax", "norm", "mean", "cumsum", "group norm", "layer norm", "index"],
+    ids=["softmax", "norm", "mean", "cumsum", "group norm", "layer norm", "index", "index add"],
 )
 def test_mixed_channels_stay_whole_with_the_reason(middle: nn.Module, reason: str) -> None:
     graph = pp.trace(around(middle).eval(), images(2, 3, 8, 8))

@@ -24,7 +24,9 @@ def pointwise(flow: Flow, op: Op) -> None:
             layer = layer.reshape((1,) * (dim - layer.dim()) + tuple(layer.shape))
             merge(flow, merged, layer)
     for value in operands:
-        if not flow.uniform(value):
+        if flow.uniform(value):
+            _adopt(flow, value, merged)
+        else:
             merged = _check_unlabelled(flow, op, value, merged, dim)
     for out in op.outs:
         flow.set(out, merged)
@@ -44,6 +46,21 @@ def merge(flow: Flow, merged: list[Tensor], layer: Tensor) -> None:
             merged[i] = wide
             return
     merged.append(layer)
+
+
+def _adopt(flow: Flow, value: Value, merged: list[Tensor]) -> None:
+    """Zeros are as wide as what they meet, and so is what else meets them."""
+    own = flow.layers(value)
+    free = [size > 1 for size in value.shape]
+    for axis in (axis for layer in own for axis in support(layer)):
+        free[axis] = False
+    found = []
+    for layer in merged:
+        more = layer.dim() - len(free)
+        if all(axis >= more and free[axis - more] for axis in support(layer)):
+            found.append(layer.reshape(layer.shape[more:]))
+    if found:
+        flow.set(value, [*own, *found])
 
 
 def _check_unlabelled(
@@ -277,18 +294,19 @@ def _fits(layer: Tensor, shape: tuple[int, ...]) -> bool:
 
 
 def pick(flow: Flow, op: Op) -> None:
-    """Indexing by a tensor: one axis is indexed, the others pass."""
+    """Indexing by tensors: what they index becomes new axes, the other axes pass."""
     source, indices = op.args[0], op.args[1] if op.name == "index" else []
-    axes = [k for k, index in enumerate(indices) if index is not None]
-    single = len(axes) == 1
-    if single:  # a mask takes up as many axes as it has
-        inner = len(indices[axes[0]].shape)
-        single = len(op.outs[0].shape) == len(source.shape) - 1 + inner
+    taken = [k for k, index in enumerate(indices) if index is not None]
+    inner = max((len(indices[k].shape) for k in taken), default=0)
+    # not so with a mask, which takes up as many axes as it has
+    plain = taken and len(op.outs[0].shape) == len(source.shape) - len(taken) + inner
+    apart = taken and taken[-1] - taken[0] >= len(taken)  # then the new axes come first
     kept = []
     for layer in flow.layers(source):
-        if single and axes[0] not in support(layer):
-            shape = tuple(layer.shape)
-            kept.append(layer.reshape(shape[: axes[0]] + (1,) * inner + shape[axes[0] + 1 :]))
+        if plain and not set(taken) & set(support(layer)):
+            shape = [size for axis, size in enumerate(layer.shape) if axis not in taken]
+            start = 0 if apart else taken[0]
+            kept.append(layer.reshape(shape[:start] + [1] * inner + shape[start:]))
         else:
             flow.labels.freeze(layer, f"channels are picked by index in {op.where}")
     if kept:
@@ -296,15 +314,26 @@ def pick(flow: Flow, op: Op) -> None:
 
 
 def put(flow: Flow, op: Op) -> None:
-    """index_put: rows of a tensor are overwritten; along its other axes both go together."""
-    target, values, out = op.args[0], op.args[2], op.outs[0]
-    rows = len(op.args[1]) == 1 and len(values.shape) == len(target.shape)
+    """index_put: rows of a tensor are overwritten."""
+    target, indices, values = op.args[:3]
+    rows = len(indices) == 1 and len(values.shape) == len(target.shape)
+    _into_rows(flow, op, values, 0 if rows else None)
+
+
+def add_rows(flow: Flow, op: Op) -> None:
+    """index_add: rows of a tensor are added to those of another."""
+    target, axis, _, values = op.args[:4]
+    _into_rows(flow, op, values, axis % max(len(target.shape), 1))
+
+
+def _into_rows(flow: Flow, op: Op, values: Value, axis: int | None) -> None:
+    """Along all other axes target and values go together."""
+    target, out = op.args[0], op.outs[0]
     merged = list(flow.layers(target))
-    for layer in [*flow.layers(values), *merged]:
-        if not rows or 0 in support(layer):
+    layers = [*flow.layers(values), *merged]
+    if axis is None or any(axis in support(layer) for layer in layers):
+        for layer in layers:
             flow.labels.freeze(layer, f"channels are picked by index in {op.where}")
-            rows = False
-    if not rows:
         return
     for layer in flow.layers(values):
         merge(flow, merged, layer)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from .errors import PruneError
-from .tape import Example, as_call, open_attention, tensors_in, untouched
+from .tape import FORGOTTEN, Example, as_call, open_attention, tensors_in, untouched
 
 
 class _NoDropout(TorchFunctionMode):
@@ -39,6 +39,20 @@ _DROPOUTS = {
                  "feature_alpha_dropout", "feature_dropout", "native_dropout")
     if hasattr(space, name)
 }  # fmt: skip
+
+
+class StaysDouble(TorchFunctionMode):
+    """Code that asks for float32 gets float64: the norms and softmaxes of transformers ask."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float:
+            return args[0].double()
+        args, kwargs = tree_map_only(torch.dtype, _doubled, (tuple(args), kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _doubled(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float32 else dtype
 
 
 @contextmanager
@@ -106,7 +120,7 @@ def prove_equal(
 
 
 def count_macs(model: nn.Module, example: Example) -> int:
-    """MACs of one run in eval mode, as torch counts them."""
+    """MACs of one run in eval mode, as torch counts them; fused attention on CPUs too."""
     args, kwargs = as_call(example)
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in learned:  # torch's counter stumbles over parameters that are given to modules
@@ -115,7 +129,7 @@ def count_macs(model: nn.Module, example: Example) -> int:
         with (
             untouched(model, training=False),
             open_attention(),
-            FlopCounterMode(display=False) as counter,
+            FlopCounterMode(display=False, custom_mapping=FORGOTTEN) as counter,
         ):
             model(*args, **kwargs)
     finally:

@@ -24,6 +24,7 @@ from .merges import (
     window,
 )
 from .moves import (
+    add_rows,
     cat,
     create,
     create_like,
@@ -86,12 +87,13 @@ def _table() -> dict[Any, Rule]:
         roll: "roll",
         slide: "unfold",
         restride: "as_strided as_strided_",
-        split: "split",
+        split: "split unsafe_split",
         cat: "cat",
         stack: "stack",
         pad: "constant_pad_nd",
         pick: "index gather",
         put: "index_put index_put_ _index_put_impl_",
+        add_rows: "index_add index_add_",
         pick_along: "index_select",
         embedding: "embedding",
         create: "zeros ones full empty rand randn new_zeros new_ones new_full new_empty "

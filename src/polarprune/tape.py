@@ -6,6 +6,7 @@ Whatever runs in eager mode is captured, Python control flow included. The tape 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, shape_wrapper
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .errors import PruneError
@@ -139,7 +140,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        formula = flop_registry.get(func._overloadpacket)
+        formula = _FORMULAS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
         macs = formula(*args, **kwargs, out_val=out) // 2 if formula else 0
         with _paused(self):
             named_args, named_kwargs = tree_map_only(Tensor, self.value, (tuple(args), kwargs))
@@ -155,6 +156,15 @@ class _Recorder(TorchDispatchMode):
             )
         return out
 
+
+def _fused_attention(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> int:
+    return int(2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1]))
+
+
+# Torch counts attention in whatever kernel, but forgets the fused one for CPUs. Which one runs
+# depends on strides, so that a narrower model may take another.
+FORGOTTEN = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _fused_attention}
+_FORMULAS = {func: shape_wrapper(formula) for func, formula in FORGOTTEN.items()}
 
 _FRESH = torch.ops.aten.lift_fresh.default  # what torch.tensor(...) in the code becomes
 _SMALL = 4096

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,12 +19,13 @@ from torch import Tensor, nn
 
 from .errors import PruneError
 from .groups import Graph, Plan
-from .proof import in_double, prove_equal
+from .proof import StaysDouble, in_double, prove_equal
 from .rewire import padding
 from .surgery import Recipe, cut_copy, fold, write_recipe
 from .tape import Example, Op, Tape, Value, attempt, record
 
 _TOLERANCE = 1e-8  # in float64, where a right cut differs by 1e-15 and a wrong one by 1e-3
+_SINGLE = 1e-4  # in float32
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Trial:
 
     def __init__(self, model: nn.Module, example: Example) -> None:
         self.model, self.example = model, example
-        self._double: tuple[nn.Module, Example, float] | None = None
+        self._double: tuple[nn.Module, Example, bool] | None = None
 
     def cut(self, graph: Graph, plan: Plan, *, numbers: bool = False) -> Deviation | None:
         """What is wrong with this cut, if anything.
@@ -86,23 +88,26 @@ class Trial:
         self, graph: Graph, plan: Plan, recipe: Recipe, found: Deviation | None
     ) -> Deviation | None:
         """The same by outputs; `found` says where, if these differ."""
-        model, example, tolerance = self._in_double()
+        model, example, double = self._in_double()
         masked = copy.deepcopy(model)
         fold(masked, graph, graph.alive(plan).double())
         try:
-            prove_equal(masked, cut_copy(masked, recipe), example, tolerance)
+            small = cut_copy(masked, recipe)
+            with StaysDouble() if double else nullcontext():
+                prove_equal(masked, small, example, _TOLERANCE if double else _SINGLE)
         except PruneError as error:
             return found or Deviation(_first_line(error).split(". Nothing was")[0])
         return None
 
-    def _in_double(self) -> tuple[nn.Module, Example, float]:
+    def _in_double(self) -> tuple[nn.Module, Example, bool]:
         if self._double is None:
             try:
                 model, example = in_double(self.model, self.example)
-                record(model, example, training=False)
-                self._double = model, example, _TOLERANCE
+                with StaysDouble():
+                    record(model, example, training=False)
+                self._double = model, example, True
             except PruneError:  # code that insists on float32
-                self._double = copy.deepcopy(self.model), self.example, 1e-4
+                self._double = copy.deepcopy(self.model), self.example, False
             _shake(self._double[0])
         return self._double
 
