@@ -194,8 +194,8 @@ def write_page(store: dict[str, Any]) -> None:
         "(`norms=True`). Freezing is no way to pass: half of the channels should leave at most "
         "35 % of the MACs of a convolutional model, with or without; of a transformer 55 %, and "
         "35 % with the stream open. A hybrid is a transformer in which convolutions over more "
-        "than one pixel are 10 % of the MACs or more: these read and write the stream, 55 % is "
-        "out of reach while it is whole, and what holds for convolutional models is asked. "
+        "than one pixel are 10 % of the MACs or more: where these read and write the stream, 55 % "
+        "is out of reach while it is whole, so that it is judged like a convolutional model. "
         f"Models that return the states of their encoders beside the answer "
         f"({', '.join(coverage_models.ANSWERS)}) are given the answer alone as output.", "",
         "| library | pass | convolutional | hybrids | transformers | others "
