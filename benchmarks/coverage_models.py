@@ -24,7 +24,12 @@ TWO_STAGE = {"rpn_pre_nms_top_n_test": 24, "rpn_post_nms_top_n_test": 12, "box_s
              "box_detections_per_img": 4, "rpn_nms_thresh": 1.0}  # fmt: skip
 
 # timm: pixels where 64 is too few, by the start of the name; the smallest models of every family.
-TIMM_SIZE = {"inception_(v|res)": 160, "deepseek|efficientformer_|halor": 224, "bat_|.*halo": 256}
+TIMM_SIZE = {
+    "inception_(v|res)": 160,
+    "deepseek|efficientformer_|halor": 224,
+    "bat_|.*halo": 256,
+    "efficientvim": 128,
+}  # fmt: skip  (else batch norms of two values)
 TIMM = """
     bat_resnext26ts beit_base_patch16_224 beitv2_base_patch16_224 botnet26t_256 caformer_s18
     cait_xxs24_224 coat_lite_tiny coat_tiny coatnet_0_224 coatnet_nano_cc_224

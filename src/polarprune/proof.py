@@ -47,12 +47,12 @@ class StaysDouble(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:
             return args[0].double()
-        args, kwargs = tree_map_only(torch.dtype, _doubled, (tuple(args), kwargs or {}))
-        return func(*args, **kwargs)
+        named = {key: _doubled(value) for key, value in (kwargs or {}).items()}
+        return func(*map(_doubled, args), **named)
 
 
-def _doubled(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float32 else dtype
+def _doubled(given: Any) -> Any:
+    return torch.float64 if given is torch.float32 else given
 
 
 @contextmanager
