@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_map_only
 
 from .budget import Budget
+from .compact import Rebuild, cut, plan_of, skeleton
 from .errors import PruneError
-from .gates import Gate, install
+from .gates import Gate, gate_value, install, place
 from .groups import Graph, Plan
 from .proof import count_macs, in_double, prove_equal
 from .prox import prox_l1
 from .report import Report
 from .schedule import Schedule
+from .settings import check_prunable, check_settings
 from .surgery import plain, shrink
 from .tape import Example
 from .trace import survey
@@ -57,16 +59,19 @@ class Pruner:
         schedule: Schedule = Schedule(),
         norms: bool = False,
     ) -> None:
-        limits = _check_settings(macs, params, lam, steps, multiple_of)
+        limits = check_settings(macs, params, lam, steps, multiple_of)
         self.model, self.example = model, example_inputs
         self.lam, self.steps, self.schedule = lam, steps, schedule
         self.multiple_of = multiple_of
         self.graph: Graph = survey(model, example_inputs, keep=keep, norms=norms, numbers=True)
-        _check_prunable(self.graph)
+        check_prunable(self.graph)
         self.budget = Budget(self.graph, limits or {"macs": 0.0}, multiple_of)
         if limits:
             self.budget.check_reachable()
         self.limits = limits
+        self._bare = skeleton(model)
+        self._present = torch.ones(self.graph.units, dtype=torch.bool, device="cpu")
+        self._places: Tensor | None = None  # of the gates that are left, once some were taken out
         self.gates: dict[str, Gate] = install(model, self.graph)
         self.step_count = 0
         self.landed = False
@@ -193,8 +198,8 @@ class Pruner:
     def _put(self, alpha: Tensor) -> None:
         self._live = alpha != 0
         alphas = self._alphas()
-        parts = list(alpha.split([len(a) for a in alphas]))
-        torch._foreach_copy_(list[Tensor](alphas), parts)
+        left = alpha if self._places is None else alpha[self._places]
+        torch._foreach_copy_(list[Tensor](alphas), list(left.split([len(a) for a in alphas])))
 
     # --- the budget, on the host ------------------------------------------------------------------
 
@@ -258,7 +263,7 @@ class Pruner:
             )
 
     def _record(self, alpha: Tensor, n: Tensor) -> None:
-        values = torch.cat([gate.values().detach().double().cpu() for gate in self.gates.values()])
+        values = gate_value(alpha, self.schedule.eps(self.step_count, self.steps))
         share = self.graph.cost.share(n)
         lr = self._gate_lr()
         self.history.append(
@@ -283,9 +288,15 @@ class Pruner:
         return [gate.alpha for gate in self.gates.values()]
 
     def _flat(self) -> Tensor:
-        return torch.cat([alpha.detach() for alpha in self._alphas()])
+        """All gates there ever were; what was taken out is closed."""
+        alpha = torch.cat([alpha.detach() for alpha in self._alphas()])
+        if self._places is None:
+            return alpha
+        return alpha.new_zeros(self.graph.units).index_copy(0, self._places, alpha)
 
     def _move(self, device: torch.device) -> None:
+        if self._places is not None:
+            self._places = self._places.to(device)
         self._live = (self._flat() != 0).to(device)
         self._owner = self.budget.owner.to(device)
         for name in ("_q", "_b", "_closable", "_pulled"):
@@ -301,10 +312,7 @@ class Pruner:
 
     def plan(self) -> Plan:
         """Group name -> indices of the channels that are alive; plain data."""
-        return {
-            name: (alpha.detach() != 0).nonzero().flatten().tolist()
-            for name, alpha in self._named_alphas()
-        }
+        return plan_of(self.graph, self._flat().cpu() != 0)
 
     def _settings(self) -> dict[str, Any]:
         goal = self.limits if self.lam is None else {"lam": self.lam}
@@ -330,13 +338,80 @@ class Pruner:
             notes=list(self.graph.notes),
         )
 
+    # --- smaller while it trains ------------------------------------------------------------------
+
+    def compact(
+        self,
+        *,
+        optimizer: Optimizer | None = None,
+        copies: Iterable[nn.Module] = (),
+        verify: bool = True,
+    ) -> None:
+        """Take out what is closed, in place; training goes on as if nothing had happened, faster.
+
+        Parameters stay the objects they are, cut, and so does the state of the optimizer: of the
+        one that is attached, or of the one given. `copies` are other copies of the gated model
+        that live beside it, such as `torch.optim.swa_utils.AveragedModel`. What was built around
+        the shapes of the model has to be built anew: DistributedDataParallel, a captured CUDA
+        graph. Compiled models compile again by themselves.
+        """
+        optimizer = optimizer or self._optimizer
+        rebuild = Rebuild(self._bare, self.graph, self._present, self._flat().cpu() != 0)
+        if torch.equal(rebuild.after, rebuild.before):
+            return
+        if optimizer is not None:
+            rebuild.check(optimizer)
+        paths = {id(module): path for path, module in self.model.named_modules()}
+        others = [_inner(model) for model in copies]
+        if verify:
+            trial = copy.deepcopy(self.model)
+            self._rebuild(trial, rebuild, paths)
+            double = self._flat().dtype == torch.float64
+            prove_equal(self.model, trial, self._example_here(), 1e-10 if double else 1e-4)
+        for other in others:
+            self._rebuild(other, rebuild, paths)
+        self._rebuild(self.model, rebuild, paths, optimizer)
+        self._present = rebuild.after
+        self._places = rebuild.after.nonzero().flatten()
+        self._move(self._alphas()[0].device)
+
+    def _rebuild(
+        self,
+        model: nn.Module,
+        rebuild: Rebuild,
+        paths: dict[int, str],
+        optimizer: Optimizer | None = None,
+    ) -> None:
+        """Cut this model, or a copy of it, and put its gates back in."""
+        gates = {}
+        for name, group in self.graph.open.items():
+            gate = self.gates[name]
+            if model is not self.model and id(gate) in paths:
+                gate = model.get_submodule(paths[id(gate)])  # type: ignore[assignment]
+            elif model is not self.model:
+                gate = copy.deepcopy(gate)
+            mine = slice(group.offset, group.offset + group.size)
+            kept = rebuild.after[mine][rebuild.before[mine]]
+            cut(gate.alpha, {0: kept.nonzero().flatten()} if not kept.all() else {}, optimizer)
+            gates[name] = gate
+        rebuild(model, optimizer)
+        place(model, self.graph, gates, rebuild.after)
+
+    def _cut(self, gated: nn.Module) -> nn.Module:
+        """What is left of a gated model, without gates."""
+        small = plain(gated)
+        if self._places is None:
+            return shrink(small, self.graph, self.plan())
+        Rebuild(self._bare, self.graph, self._present, self._flat().cpu() != 0)(small)
+        return small
+
     # --- out --------------------------------------------------------------------------------------
 
     def export(self, verify: bool = True) -> nn.Module:
         """A new, plain, small model, proved equal to the gated one, which stays as it is."""
         self._check_finite(self._flat())
         self._check_done()
-        small = shrink(plain(self.model), self.graph, self.plan())
+        small = self._cut(self.model)
         if verify:
             example = self._example_here()
             self.proof = self._prove(small, example)
@@ -351,7 +426,7 @@ class Pruner:
             return prove_equal(self.model, small, example, 1e-5)
         except PruneError:
             gated, double = in_double(self.model, example)  # cut anew: folding rounds as well
-            found = prove_equal(gated, shrink(plain(gated), self.graph, self.plan()), double, 1e-10)
+            found = prove_equal(gated, self._cut(gated), double, 1e-10)
             return {f"{mode}, in float64": value for mode, value in found.items()}
 
     def _check_done(self) -> None:
@@ -432,41 +507,6 @@ class Pruner:
         self._move(self._flat().device)
 
 
-def _check_settings(
-    macs: float | None, params: float | None, lam: float | None, steps: int, multiple_of: int
-) -> dict[str, float]:
-    limits = {k: v for k, v in (("macs", macs), ("params", params)) if v is not None}
-    if lam is not None and limits:
-        raise PruneError(
-            f"conflicting settings: lam={lam} leaves the ratio open, {' and '.join(limits)} set "
-            f"it. Give a budget or lam, not both."
-        )
-    if lam is None and not limits:
-        raise PruneError("no goal: give a budget (macs=0.5, params=0.3) or lam=...")
-    for key, value in limits.items():
-        if not isinstance(value, (int, float)) or not 0 < value < 1:
-            raise PruneError(
-                f"{key}={value!r}: a budget is a fraction of the original, between 0 and 1 "
-                f"(macs=0.5 is half of the MACs)."
-            )
-    if lam is not None and not (isinstance(lam, (int, float)) and 0 < lam < math.inf):
-        raise PruneError(f"lam={lam!r}: must be positive and finite.")
-    if not _whole(steps):
-        raise PruneError(f"steps={steps!r}: give the number of optimizer steps of the training.")
-    if not _whole(multiple_of):
-        raise PruneError(f"multiple_of={multiple_of!r}: must be a positive whole number.")
-    return limits
-
-
-def _whole(number: Any) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= 1
-
-
-def _check_prunable(graph: Graph) -> None:
-    if not graph.open:
-        reasons = dict.fromkeys(g.reason for g in graph.groups.values()) or ["there are none"]
-        raise PruneError(
-            "no prunable channels: every group stays whole ("
-            + "; ".join(list(reasons)[:3])
-            + "). Print polarprune.trace(model, example) for the whole list."
-        )
+def _inner(model: nn.Module) -> nn.Module:
+    """The model inside a wrapper that averages it."""
+    return model.module if isinstance(model, AveragedModel) else model
