@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from .budget import Budget
 from .errors import PruneError
+from .flow import Rule
 from .gates import Gate, install
 from .groups import Graph, Plan
 from .proof import count_macs, in_double, prove_equal
@@ -40,6 +41,7 @@ class Pruner:
         keep: patterns of module names to leave whole.
         multiple_of: every kept width is a multiple of this.
         schedule: how ε and the cost go down.
+        rules: rules for operations that are not known, `{torch.ops.…: rule}` (see `trace`).
         norms: open channels that layer, RMS and group norms mix (see `trace`).
     """
 
@@ -55,13 +57,16 @@ class Pruner:
         keep: str | Iterable[str] = (),
         multiple_of: int = 1,
         schedule: Schedule = Schedule(),
+        rules: Mapping[Any, Rule] | None = None,
         norms: bool = False,
     ) -> None:
         limits = _check_settings(macs, params, lam, steps, multiple_of)
         self.model, self.example = model, example_inputs
         self.lam, self.steps, self.schedule = lam, steps, schedule
         self.multiple_of = multiple_of
-        self.graph: Graph = survey(model, example_inputs, keep=keep, norms=norms, numbers=True)
+        self.graph: Graph = survey(
+            model, example_inputs, keep=keep, rules=rules, norms=norms, numbers=True
+        )
         _check_prunable(self.graph)
         self.budget = Budget(self.graph, limits or {"macs": 0.0}, multiple_of)
         if limits:
@@ -414,7 +419,7 @@ class Pruner:
         if {name: len(alpha) for name, alpha in state["alpha"].items()} != sizes:
             raise PruneError(
                 "load_state_dict: the state has other groups than this model; build the Pruner "
-                "with the same model, example and keep=[...]."
+                "with the same model, example, keep=[...], rules={...} and norms."
             )
         if state["settings"] != self._settings():
             raise PruneError(
