@@ -459,16 +459,6 @@ def test_what_comes_back_is_exported_by_torch(name: str) -> None:
     assert torch.allclose(program.module()(x), small(x), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["windows", "pad", "gpt2"])
-def test_what_comes_back_is_exported_to_onnx(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("onnx")
-    pytest.importorskip("onnxscript")
-    path = tmp_path / "small.onnx"
-    small = copy.deepcopy(shrunk(name).small).float().eval()
-    torch.onnx.export(small, (images(*CASES[name].shape).float(),), str(path), dynamo=True)
-    assert path.stat().st_size > 0
-
-
 def test_scale_that_was_computed_from_a_width_keeps_its_value() -> None:
     this = shrunk("scale")
     x = images(2, this.small[0][0].out_channels, 3, 3)

@@ -270,3 +270,30 @@ def test_windows_of_channels_stay_whole() -> None:
 
     graph = pp.trace(around(6, 5, Slides()), images().float())
     assert not graph.open and "windows of channels" in graph.groups["0.0"].reason
+
+
+class Watches(nn.Module):
+    """Puts a hook on a layer as it first runs, and remembers that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+        self.watching = False
+        self.body, self.head = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.watching:
+            self.body.register_forward_hook(lambda layer, args, out: self.seen.append(out))
+            self.watching = True
+        self.seen.clear()
+        self.body(x)
+        return self.head(torch.stack(self.seen).sum(0))
+
+
+def test_hooks_that_a_model_puts_in_as_it_runs_are_there_once() -> None:
+    model = randomise(Watches()).double()
+    graph = pp.trace(model, images())
+    assert graph.open["body"].size == 8
+    assert not model.watching and not model.body._forward_hooks
+    model(images())
+    assert len(model.body._forward_hooks) == 1

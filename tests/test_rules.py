@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from test_awkward import cut_at_random, images
-from torch import nn
+from torch import Tensor, nn
 
 import polarprune as pp
 from polarprune.flow import Flow
@@ -66,6 +67,55 @@ def test_taught_operation_is_cut_exactly(swish: dict[str, Any], overload: bool) 
     this = cut_at_random(net, graph, (x,))
     assert len(this.small[1].gain) == this.small[0].out_channels == len(this.plan["0"])
     assert torch.equal(this.small[1].gain, net[1].gain[this.plan["0"]])
+
+
+def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Of x · sigmoid(gain · x)."""
+    x, gain = ctx.saved_tensors
+    wide = gain[:, None, None]
+    share = torch.sigmoid(wide * x)
+    slope = share * (1 - share)
+    return grad * (share + wide * x * slope), (grad * x * x * slope).sum((0, 2, 3))
+
+
+def test_taught_operation_is_pruned_while_it_trains(swish: dict[str, Any], tmp_path: Path) -> None:
+    """From the gates to the file; a run that was interrupted goes on the same."""
+    swish["swish"].register_autograd(
+        backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+    )
+    original = nn.Sequential(doubled(swish["net"]), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    data, classes = images(16, 3, 9, 9), torch.arange(16) % 4
+    rules = {torch.ops.my.swish: swish["per_channel"]}
+    with pytest.raises(pp.PruneError, match=r"cannot be followed through my\.swish\.default"):
+        pp.Pruner(copy.deepcopy(original), data, macs=0.5, steps=30)
+
+    def start() -> tuple[nn.Module, pp.Pruner, torch.optim.Optimizer]:
+        net = copy.deepcopy(original)
+        pruner = pp.Pruner(net, data, macs=0.5, steps=30, rules=rules)
+        optimizer = torch.optim.SGD(pruner.param_groups(lr=0.05), momentum=0.9)
+        pruner.attach(optimizer)
+        return net, pruner, optimizer
+
+    def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(data), classes).backward()
+            optimizer.step()
+
+    first, second = start(), start()
+    train(first[0], first[2], 10)
+    for before, after in zip(first, second, strict=True):
+        after.load_state_dict(before.state_dict())
+    net, pruner, optimizer = second
+    train(net, optimizer, 20)
+    small = pruner.export()
+    assert not torch.equal(net[0][1].gain, original[0][1].gain)  # it was trained
+    assert pruner.cost()["macs"] <= 0.5 * pruner.graph.cost.original()["macs"]
+    assert len(small[0][1].gain) == small[0][0].out_channels == len(pruner.plan()["0.0"]) < 8
+    assert torch.allclose(small(data), net(data), rtol=1e-10, atol=1e-12)
+    pp.save(small, tmp_path / "small.safetensors")
+    again = pp.load(tmp_path / "small.safetensors", model=original)
+    assert torch.equal(again(data), small(data))
 
 
 def test_rule_that_forgets_an_operand_is_found_out(swish: dict[str, Any]) -> None:

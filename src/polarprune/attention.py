@@ -45,34 +45,38 @@ class Attention(nn.Module):
             query, key, value = (x.unsqueeze(0) for x in (query, key, value))
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        q, k, v = (self._heads(x, part) for part, x in enumerate((query, key, value)))
-        mask = self._mask(q, attn_mask, key_padding_mask)
-        dropout = self.dropout if self.training else 0.0
-        weights = None
-        if not self.num_heads:  # kernels for no heads are not to be relied on
-            mixed = q
-        elif need_weights:
-            scores = q @ k.mT * self.head_dim**-0.5
-            weights = F.softmax(scores if mask is None else scores + mask, -1)
-            mixed = F.dropout(weights, dropout) @ v
-            weights = weights.mean(1) if average_attn_weights and self.num_heads else weights
-        else:
-            mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout)
-        out = self.out_proj(mixed.transpose(1, 2).flatten(2))
+        made = [self._made(x, part) for part, x in enumerate((query, key, value))]
+        mixed, weights = made[0], None
+        if self.num_heads:  # kernels for no heads, and views as none, are not to be relied on
+            q, k, v = (self._heads(x) for x in made)
+            mask = self._mask(q, attn_mask, key_padding_mask)
+            dropout = self.dropout if self.training else 0.0
+            if need_weights:
+                scores = q @ k.mT * self.head_dim**-0.5
+                weights = F.softmax(scores if mask is None else scores + mask, -1)
+                mixed = F.dropout(weights, dropout) @ v
+                weights = weights.mean(1) if average_attn_weights else weights
+            else:
+                mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout)
+            mixed = mixed.transpose(1, 2).flatten(2)
+        out = self.out_proj(mixed)
         if not batched:
             return out.squeeze(0), None if weights is None else weights.squeeze(0)
         return out if self.batch_first else out.transpose(0, 1), weights
 
-    def _heads(self, x: Tensor, part: int) -> Tensor:
-        """(batch, length, embedding) -> (batch, heads, length, head)"""
+    def _made(self, x: Tensor, part: int) -> Tensor:
+        """Queries, keys or values of all heads side by side."""
         width = self.num_heads * self.head_dim
         rows = slice(part * width, (part + 1) * width)
         whole = self.in_proj_weight
         separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         weight = separate[part] if whole is None else whole[rows]
         bias = None if self.in_proj_bias is None else self.in_proj_bias[rows]
-        made = F.linear(x, weight, bias)
-        return made.reshape(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
+        return F.linear(x, weight, bias)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """(batch, length, heads · head) -> (batch, heads, length, head)"""
+        return x.reshape(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
 
     def _mask(self, q: Tensor, attn_mask: Tensor | None, padding: Tensor | None) -> Tensor | None:
         """Both masks as one that is added to the scores."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .errors import PruneError
+from .gates import Gate, place
 from .groups import Graph, Plan, stays
 from .surgery import RECIPE, Recipe, cut_copy, is_gated, write_recipe
 from .tape import named_tensors
@@ -84,11 +85,21 @@ class Rebuild:
                             assert tensor.numel() == 0, f"{name} comes from nowhere"
                             found = torch.empty_like(tensor, device=home)
                         left.add(id(found))
-                        table[key] = found  # type: ignore[assignment]
+                        table[key] = found
         if optimizer is not None:
             _forget(optimizer, {id(tensor) for tensor in held.values()} - left)
         _Takeover(self.recipe)(model, new)
         setattr(model, RECIPE, self.recipe.to_json())
+
+    def gated(
+        self, model: nn.Module, gates: dict[str, Gate], optimizer: Optimizer | None = None
+    ) -> None:
+        """The same for a model with gates, which are cut and put back in."""
+        for name, group in self.graph.open.items():
+            mine = slice(group.offset, group.offset + group.size)
+            cut(gates[name].alpha, self._kept({0: torch.arange(len(self.after))[mine]}), optimizer)
+        self(model, optimizer)
+        place(model, self.graph, gates, self.after)
 
     def _kept(self, axes: dict[int, Tensor]) -> dict[int, Tensor]:
         """For every axis the places that stay, counted among those that are still there."""
@@ -98,6 +109,17 @@ class Rebuild:
             if not bool(kept.all()):
                 found[axis] = kept.nonzero().flatten()
         return found
+
+
+def gates_in(model: nn.Module, original: nn.Module, gates: dict[str, Gate]) -> dict[str, Gate]:
+    """The gates of a copy of a gated model."""
+    paths = {id(module): path for path, module in original.named_modules()}
+    found = {}
+    for name, gate in gates.items():
+        mine = model.get_submodule(paths[id(gate)]) if id(gate) in paths else copy.deepcopy(gate)
+        assert isinstance(mine, Gate)
+        found[name] = mine
+    return found
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_map_only
 
 from .budget import Budget
-from .compact import Rebuild, cut, plan_of, skeleton
+from .compact import Rebuild, gates_in, plan_of, skeleton
 from .errors import PruneError
-from .gates import Gate, gate_value, install, place
+from .flow import Rule
+from .gates import Gate, gate_value, install
 from .groups import Graph, Plan
 from .proof import count_macs, in_double, prove_equal
 from .prox import prox_l1
@@ -42,6 +43,7 @@ class Pruner:
         keep: patterns of module names to leave whole.
         multiple_of: every kept width is a multiple of this.
         schedule: how ε and the cost go down.
+        rules: rules for operations that are not known, `{torch.ops.…: rule}` (see `trace`).
         norms: open channels that layer, RMS and group norms mix (see `trace`).
     """
 
@@ -57,13 +59,16 @@ class Pruner:
         keep: str | Iterable[str] = (),
         multiple_of: int = 1,
         schedule: Schedule = Schedule(),
+        rules: Mapping[Any, Rule] | None = None,
         norms: bool = False,
     ) -> None:
         limits = check_settings(macs, params, lam, steps, multiple_of)
         self.model, self.example = model, example_inputs
         self.lam, self.steps, self.schedule = lam, steps, schedule
         self.multiple_of = multiple_of
-        self.graph: Graph = survey(model, example_inputs, keep=keep, norms=norms, numbers=True)
+        self.graph: Graph = survey(
+            model, example_inputs, keep=keep, rules=rules, norms=norms, numbers=True
+        )
         check_prunable(self.graph)
         self.budget = Budget(self.graph, limits or {"macs": 0.0}, multiple_of)
         if limits:
@@ -361,41 +366,22 @@ class Pruner:
             return
         if optimizer is not None:
             rebuild.check(optimizer)
-        paths = {id(module): path for path, module in self.model.named_modules()}
-        others = [_inner(model) for model in copies]
         if verify:
             trial = copy.deepcopy(self.model)
-            self._rebuild(trial, rebuild, paths)
+            rebuild.gated(trial, gates_in(trial, self.model, self.gates))
             double = self._flat().dtype == torch.float64
             prove_equal(self.model, trial, self._example_here(), 1e-10 if double else 1e-4)
-        for other in others:
-            self._rebuild(other, rebuild, paths)
-        self._rebuild(self.model, rebuild, paths, optimizer)
+        for other in map(_inner, copies):
+            rebuild.gated(other, gates_in(other, self.model, self.gates))
+        self._take_out(rebuild, optimizer)
+
+    def _take_out(self, rebuild: Rebuild, optimizer: Optimizer | None) -> None:
+        if torch.equal(rebuild.after, rebuild.before):
+            return
+        rebuild.gated(self.model, self.gates, optimizer)
         self._present = rebuild.after
         self._places = rebuild.after.nonzero().flatten()
         self._move(self._alphas()[0].device)
-
-    def _rebuild(
-        self,
-        model: nn.Module,
-        rebuild: Rebuild,
-        paths: dict[int, str],
-        optimizer: Optimizer | None = None,
-    ) -> None:
-        """Cut this model, or a copy of it, and put its gates back in."""
-        gates = {}
-        for name, group in self.graph.open.items():
-            gate = self.gates[name]
-            if model is not self.model and id(gate) in paths:
-                gate = model.get_submodule(paths[id(gate)])  # type: ignore[assignment]
-            elif model is not self.model:
-                gate = copy.deepcopy(gate)
-            mine = slice(group.offset, group.offset + group.size)
-            kept = rebuild.after[mine][rebuild.before[mine]]
-            cut(gate.alpha, {0: kept.nonzero().flatten()} if not kept.all() else {}, optimizer)
-            gates[name] = gate
-        rebuild(model, optimizer)
-        place(model, self.graph, gates, rebuild.after)
 
     def _cut(self, gated: nn.Module) -> nn.Module:
         """What is left of a gated model, without gates."""
@@ -476,7 +462,8 @@ class Pruner:
             "step": self.step_count,
             "landed": self.landed,
             "rate": self.rate,
-            "alpha": {name: alpha.detach().clone() for name, alpha in self._named_alphas()},
+            "alpha": self._flat().clone(),
+            "present": self._present.clone(),
             "closable": self._closable.clone(),
             "pulled": self._pulled.clone(),
             "q": self._q.clone(),
@@ -485,11 +472,15 @@ class Pruner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        sizes = {name: len(alpha) for name, alpha in self._named_alphas()}
-        if {name: len(alpha) for name, alpha in state["alpha"].items()} != sizes:
+        """Go on from there. After `compact()` this comes before the model's and the optimizer's.
+
+        The model is brought to the widths that it had, which the other states then fit.
+        """
+        present = state["present"].cpu()
+        if len(state["alpha"]) != self.graph.units or bool((present & ~self._present).any()):
             raise PruneError(
                 "load_state_dict: the state has other groups than this model; build the Pruner "
-                "with the same model, example and keep=[...]."
+                "with the same fresh model, example, keep=[...], rules={...} and norms."
             )
         if state["settings"] != self._settings():
             raise PruneError(
@@ -498,10 +489,11 @@ class Pruner:
             )
         self.step_count, self.landed = state["step"], state["landed"]
         self.rate, self.history = state["rate"], copy.deepcopy(state["history"])
+        self._take_out(Rebuild(self._bare, self.graph, self._present, present), self._optimizer)
         with torch.no_grad():
-            for name, gate in self.gates.items():
-                gate.alpha.copy_(state["alpha"][name])
-                gate.eps.fill_(self.schedule.eps(self.step_count, self.steps))
+            self._put(state["alpha"].to(self._flat()))
+        for gate in self.gates.values():
+            gate.eps.fill_(self.schedule.eps(self.step_count, self.steps))
         self._closable, self._pulled = state["closable"], state["pulled"]
         self._q, self._b = state["q"], state["b"]
         self._move(self._flat().device)

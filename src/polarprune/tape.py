@@ -210,10 +210,16 @@ def as_call(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def untouched(model: nn.Module, training: bool | None = None) -> Iterator[None]:
     """Run the model inside without a trace: mode, buffers and random state are put back.
 
-    So is what a forward remembers: code that is written down later computes it then, too.
+    So is what a forward remembers: code that is written down later computes it then, too. And
+    hooks, which some libraries put in as the model first runs.
     """
     attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
-    tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    tables = [
+        (table, dict(table))
+        for held, _ in attributes
+        for key, table in held.items()
+        if isinstance(table, dict) and (key == "_buffers" or "_hooks" in key)
+    ]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     if training is not None:
         model.train(training)
