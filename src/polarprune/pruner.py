@@ -45,6 +45,7 @@ class Pruner:
         schedule: how ε and the cost go down.
         rules: rules for operations that are not known, `{torch.ops.…: rule}` (see `trace`).
         norms: open channels that layer, RMS and group norms mix (see `trace`).
+        compact: "auto" calls `compact()` a few times, whenever a fifth of the MACs has gone.
     """
 
     def __init__(
@@ -61,8 +62,9 @@ class Pruner:
         schedule: Schedule = Schedule(),
         rules: Mapping[Any, Rule] | None = None,
         norms: bool = False,
+        compact: str | None = None,
     ) -> None:
-        limits = check_settings(macs, params, lam, steps, multiple_of)
+        limits = check_settings(macs, params, lam, steps, multiple_of, compact)
         self.model, self.example = model, example_inputs
         self.lam, self.steps, self.schedule = lam, steps, schedule
         self.multiple_of = multiple_of
@@ -86,6 +88,9 @@ class Pruner:
         self._optimizer: Optimizer | None = None
         self._lr: float | None = None
         self._every = max(1, steps // _CONTROLS)
+        self.copies: list[nn.Module] = []  # of the gated model (averages), cut when it is
+        self._compacts = compact == "auto"
+        self._compacted = 1.0  # share of MACs when it last was
         self._move(self._flat().device)
         self._control()
 
@@ -224,6 +229,8 @@ class Pruner:
         self._q, self._b = q.to(device), b.to(device)
         self._aim(alpha, n)
         self._record(alpha, n)
+        if self._compacts and self.step_count < self.steps and self._pays():
+            self.compact()
 
     def _aim(self, alpha: Tensor, n: Tensor) -> None:
         """Set the rate, which entries it pulls at, and which of these may reach zero."""
@@ -349,14 +356,15 @@ class Pruner:
         self,
         *,
         optimizer: Optimizer | None = None,
-        copies: Iterable[nn.Module] = (),
+        copies: Iterable[nn.Module] | None = None,
         verify: bool = True,
     ) -> None:
         """Take out what is closed, in place; training goes on as if nothing had happened, faster.
 
         Parameters stay the objects they are, cut, and so does the state of the optimizer: of the
         one that is attached, or of the one given. `copies` are other copies of the gated model
-        that live beside it, such as `torch.optim.swa_utils.AveragedModel`. What was built around
+        that live beside it, such as `torch.optim.swa_utils.AveragedModel` (if not given, those in
+        `pruner.copies`). What was built around
         the shapes of the model has to be built anew: DistributedDataParallel, a captured CUDA
         graph. Compiled models compile again by themselves.
         """
@@ -371,9 +379,17 @@ class Pruner:
             rebuild.gated(trial, gates_in(trial, self.model, self.gates))
             double = self._flat().dtype == torch.float64
             prove_equal(self.model, trial, self._example_here(), 1e-10 if double else 1e-4)
-        for other in map(_inner, copies):
+        for other in map(_inner, self.copies if copies is None else copies):
             rebuild.gated(other, gates_in(other, self.model, self.gates))
         self._take_out(rebuild, optimizer)
+
+    def _pays(self) -> bool:
+        """Shapes that change cost time (kernels are chosen, code is compiled): a few times will do.
+
+        A fifth of the MACs has gone; or less, but no more will.
+        """
+        share = self.history[-1]["macs"]
+        return bool(share <= (0.95 if self.landed else 0.8) * self._compacted)
 
     def _take_out(self, rebuild: Rebuild, optimizer: Optimizer | None) -> None:
         if torch.equal(rebuild.after, rebuild.before):
@@ -381,6 +397,7 @@ class Pruner:
         rebuild.gated(self.model, self.gates, optimizer)
         self._present = rebuild.after
         self._places = rebuild.after.nonzero().flatten()
+        self._compacted = self.graph.cost.share(self._widths())["macs"]
         self._move(self._alphas()[0].device)
 
     def _cut(self, gated: nn.Module) -> nn.Module:
@@ -464,6 +481,7 @@ class Pruner:
             "rate": self.rate,
             "alpha": self._flat().clone(),
             "present": self._present.clone(),
+            "compacted": self._compacted,
             "closable": self._closable.clone(),
             "pulled": self._pulled.clone(),
             "q": self._q.clone(),
@@ -490,6 +508,7 @@ class Pruner:
         self.step_count, self.landed = state["step"], state["landed"]
         self.rate, self.history = state["rate"], copy.deepcopy(state["history"])
         self._take_out(Rebuild(self._bare, self.graph, self._present, present), self._optimizer)
+        self._compacted = state["compacted"]
         with torch.no_grad():
             self._put(state["alpha"].to(self._flat()))
         for gate in self.gates.values():

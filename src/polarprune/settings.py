@@ -10,8 +10,15 @@ from .groups import Graph
 
 
 def check_settings(
-    macs: float | None, params: float | None, lam: float | None, steps: int, multiple_of: int
+    macs: float | None,
+    params: float | None,
+    lam: float | None,
+    steps: int,
+    multiple_of: int,
+    compact: str | None,
 ) -> dict[str, float]:
+    if compact not in (None, "auto"):
+        raise PruneError(f'compact={compact!r}: give "auto", or call pruner.compact() yourself.')
     limits = {k: v for k, v in (("macs", macs), ("params", params)) if v is not None}
     if lam is not None and limits:
         raise PruneError(
