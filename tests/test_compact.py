@@ -44,7 +44,7 @@ def close(pruner: pp.Pruner, seed: int, whole: bool = False) -> None:
         shut[: max(group.minimum, int(not whole))] = False
         alpha[group.offset : group.offset + group.size][shut] = 0
     with torch.no_grad():
-        pruner._put(alpha)
+        pruner._stepper.put(alpha)
         pruner._control()  # gates that lost their meaning close too
 
 

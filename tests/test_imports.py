@@ -19,8 +19,8 @@ PACKAGE = Path(polarprune.__file__).parent
 ORDER = [
     "errors", "tape", "labels", "flow", "moves", "merges", "rules", "emit", "capture", "groups",
     "spine", "cost", "rewire", "blocks", "norms", "attention", "leftovers", "surgery", "proof",
-    "trial", "look", "trace", "gates", "compact", "prox", "schedule", "budget", "controls", "html",
-    "report", "pictures", "settings", "pruner", "checkpoint", "demo", "cli",
+    "trial", "look", "trace", "gates", "compact", "prox", "schedule", "stepper", "budget",
+    "controls", "html", "report", "pictures", "settings", "pruner", "checkpoint", "demo", "cli",
 ]
 # fmt: on
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("__"))

@@ -19,10 +19,10 @@ from .flow import Rule
 from .gates import Gate, gate_value, install
 from .groups import Graph, Plan
 from .proof import count_macs, in_double, prove_equal
-from .prox import prox_l1
 from .report import Report
 from .schedule import Schedule
 from .settings import check_prunable, check_settings
+from .stepper import Stepper
 from .surgery import plain, shrink
 from .tape import Example
 from .trace import survey
@@ -78,8 +78,8 @@ class Pruner:
         self.limits = limits
         self._bare = skeleton(model)
         self._present = torch.ones(self.graph.units, dtype=torch.bool, device="cpu")
-        self._places: Tensor | None = None  # of the gates that are left, once some were taken out
         self.gates: dict[str, Gate] = install(model, self.graph)
+        self._stepper = Stepper(self.gates, self.budget.owner, schedule, steps)
         self.step_count = 0
         self.landed = False
         self.rate = 0.0  # λη, the scale of the proximal step
@@ -91,7 +91,6 @@ class Pruner:
         self.copies: list[nn.Module] = []  # of the gated model (averages), cut when it is
         self._compacts = compact == "auto"
         self._compacted = 1.0  # share of MACs when it last was
-        self._move(self._flat().device)
         self._control()
 
     # --- in the training loop ---------------------------------------------------------------------
@@ -130,16 +129,23 @@ class Pruner:
                 "step: with lam= the pruner has to know the gates' learning rate: build the "
                 "optimizer with pruner.param_groups(lr=...), and attach it."
             )
-        due = self.step_count + 1 in (self.schedule.deadline(self.steps), self.steps)
-        due = due or (self.step_count + 1) % self._every == 0
-        if due:
-            self._check_finite(self._flat())
-        self._shrink()
+        self._stepper.follow()
+        if self.lam is not None:
+            self._stepper.scale.copy_(torch.as_tensor(self.lam * self._gate_lr()))
+        self._stepper()
+        if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
+            self._count()
+
+    def replayed(self) -> None:
+        """The host's part, after a replay of a CUDA graph that holds the optimizer's step."""
+        self._check_steps_left()
+        self._count()
+
+    def _count(self) -> None:
         self.step_count += 1
-        eps = self.schedule.eps(self.step_count, self.steps)
-        for gate in self.gates.values():
-            gate.eps.fill_(eps)
-        if due:
+        due = self.step_count in (self.schedule.deadline(self.steps), self.steps)
+        if due or self.step_count % self._every == 0:
+            self._check_finite(self._flat())
             self._control()
 
     def _after_step(self, optimizer: Optimizer) -> None:
@@ -171,45 +177,15 @@ class Pruner:
         if len(found) < len(mine):
             raise PruneError(f"attach: the optimizer does not hold the gates: {remedy}.")
 
-    # --- the proximal step, on the device ---------------------------------------------------------
-
-    @torch.no_grad()
-    def _shrink(self) -> None:
-        alpha = self._flat()
-        if alpha.device != self._live.device:
-            self._move(alpha.device)
-        alpha = alpha * self._live  # momentum must not revive what is closed
-        scale = self.rate if self.lam is None else self.lam * self._gate_lr()
-        if scale:
-            shrunk = prox_l1(
-                alpha,
-                self._owner,
-                self._q,
-                self._b,
-                scale,
-                sweeps=self.schedule.sweeps,
-                cap=self.schedule.cap(self.steps),
-            )
-            alpha = torch.where(self._pulled, shrunk, alpha)
-        small = alpha.abs() < self.schedule.floor
-        held = torch.where(alpha < 0, -self.schedule.floor, self.schedule.floor).to(alpha)
-        held = torch.where(self._closable, torch.zeros_like(alpha), held * self._live)
-        self._put(torch.where(small, held, alpha))
-
-    def _gate_lr(self) -> float:
+    def _gate_lr(self) -> Any:
+        """A number, or a tensor where the optimizer is to be captured."""
         if self._optimizer is None:
             return self._lr or 0.0
         first = id(self._alphas()[0])
         for group in self._optimizer.param_groups:
             if any(id(p) == first for p in group["params"]):
-                return float(group["lr"])
+                return group["lr"]
         raise AssertionError("attach made sure that the gates are there")
-
-    def _put(self, alpha: Tensor) -> None:
-        self._live = alpha != 0
-        alphas = self._alphas()
-        left = alpha if self._places is None else alpha[self._places]
-        torch._foreach_copy_(list[Tensor](alphas), list(left.split([len(a) for a in alphas])))
 
     # --- the budget, on the host ------------------------------------------------------------------
 
@@ -221,12 +197,12 @@ class Pruner:
             alpha = alpha if self.landed else self._land(alpha)
         elif self.lam is not None and self.step_count == self.steps:
             self.budget.even_out(alpha)
-            self._put(alpha.to(self._flat()))
+            self._stepper.put(alpha)
         alpha = self._settle(alpha)
         n = self.budget.widths(alpha)
         q, b = self.budget.combined(n)
-        device = self._live.device
-        self._q, self._b = q.to(device), b.to(device)
+        self._stepper.q.copy_(q)
+        self._stepper.b.copy_(b)
         self._aim(alpha, n)
         self._record(alpha, n)
         if self._compacts and self.step_count < self.steps and self._pays():
@@ -247,21 +223,22 @@ class Pruner:
                 self.rate = max(self.rate, float(blocks.key[k - 1]) / ahead if k else 0.0)
             usable = max(0, self.budget.needed(n, blocks, 0.0) - 1)
         closable = (blocks.member >= 0) & (blocks.member < usable)
-        device = self._live.device
-        self._closable = closable.to(device)
-        self._pulled = self._closable if usable == 0 else (blocks.member >= 0).to(device)
+        self._stepper.closable.copy_(closable)
+        self._stepper.pulled.copy_(closable if usable == 0 else blocks.member >= 0)
+        if self.lam is None:
+            self._stepper.scale.fill_(self.rate)
 
     def _settle(self, alpha: Tensor) -> Tensor:
         """Close what is read only by layers of which nothing is left: it has lost its meaning."""
         settled = self.graph.settle(alpha != 0)
         if bool((settled != (alpha != 0)).any()):
             alpha = alpha * settled
-            self._put(alpha.to(self._flat()))
+            self._stepper.put(alpha)
         return alpha
 
     def _land(self, alpha: Tensor) -> Tensor:
         alpha = self.budget.land(alpha)
-        self._put(alpha.to(self._flat()))
+        self._stepper.put(alpha)
         self.landed = True
         return alpha
 
@@ -277,7 +254,7 @@ class Pruner:
     def _record(self, alpha: Tensor, n: Tensor) -> None:
         values = gate_value(alpha, self.schedule.eps(self.step_count, self.steps))
         share = self.graph.cost.share(n)
-        lr = self._gate_lr()
+        lr = float(self._gate_lr())
         self.history.append(
             {
                 "step": self.step_count,
@@ -297,23 +274,13 @@ class Pruner:
         return [(name, gate.alpha) for name, gate in self.gates.items()]
 
     def _alphas(self) -> list[nn.Parameter]:
-        return [gate.alpha for gate in self.gates.values()]
+        return self._stepper.alphas()
 
     def _flat(self) -> Tensor:
-        """All gates there ever were; what was taken out is closed."""
-        alpha = torch.cat([alpha.detach() for alpha in self._alphas()])
-        if self._places is None:
-            return alpha
-        return alpha.new_zeros(self.graph.units).index_copy(0, self._places, alpha)
+        return self._stepper.flat()
 
-    def _move(self, device: torch.device) -> None:
-        if self._places is not None:
-            self._places = self._places.to(device)
-        self._live = (self._flat() != 0).to(device)
-        self._owner = self.budget.owner.to(device)
-        for name in ("_q", "_b", "_closable", "_pulled"):
-            if hasattr(self, name):
-                setattr(self, name, getattr(self, name).to(device))
+    def _sizes(self) -> list[int]:
+        return [group.size for group in self.graph.open.values()]
 
     def _widths(self) -> Tensor:
         return self.budget.widths(self._flat().cpu())
@@ -396,14 +363,14 @@ class Pruner:
             return
         rebuild.gated(self.model, self.gates, optimizer)
         self._present = rebuild.after
-        self._places = rebuild.after.nonzero().flatten()
+        self._stepper.places = rebuild.after.nonzero().flatten()
+        self._stepper.follow()
         self._compacted = self.graph.cost.share(self._widths())["macs"]
-        self._move(self._alphas()[0].device)
 
     def _cut(self, gated: nn.Module) -> nn.Module:
         """What is left of a gated model, without gates."""
         small = plain(gated)
-        if self._places is None:
+        if bool(self._present.all()):
             return shrink(small, self.graph, self.plan())
         Rebuild(self._bare, self.graph, self._present, self._flat().cpu() != 0)(small)
         return small
@@ -479,13 +446,10 @@ class Pruner:
             "step": self.step_count,
             "landed": self.landed,
             "rate": self.rate,
-            "alpha": self._flat().clone(),
+            "alpha": dict(zip(self.gates, self._flat().split(self._sizes()), strict=True)),
             "present": self._present.clone(),
             "compacted": self._compacted,
-            "closable": self._closable.clone(),
-            "pulled": self._pulled.clone(),
-            "q": self._q.clone(),
-            "b": self._b.clone(),
+            "stepper": self._stepper.state(),
             "history": copy.deepcopy(self.history),
         }
 
@@ -494,8 +458,9 @@ class Pruner:
 
         The model is brought to the widths that it had, which the other states then fit.
         """
-        present = state["present"].cpu()
-        if len(state["alpha"]) != self.graph.units or bool((present & ~self._present).any()):
+        present, sizes = state["present"].cpu(), dict(zip(self.gates, self._sizes(), strict=True))
+        same = {name: len(alpha) for name, alpha in state["alpha"].items()} == sizes
+        if not same or bool((present & ~self._present).any()):
             raise PruneError(
                 "load_state_dict: the state has other groups than this model; build the Pruner "
                 "with the same fresh model, example, keep=[...], rules={...} and norms."
@@ -509,13 +474,8 @@ class Pruner:
         self.rate, self.history = state["rate"], copy.deepcopy(state["history"])
         self._take_out(Rebuild(self._bare, self.graph, self._present, present), self._optimizer)
         self._compacted = state["compacted"]
-        with torch.no_grad():
-            self._put(state["alpha"].to(self._flat()))
-        for gate in self.gates.values():
-            gate.eps.fill_(self.schedule.eps(self.step_count, self.steps))
-        self._closable, self._pulled = state["closable"], state["pulled"]
-        self._q, self._b = state["q"], state["b"]
-        self._move(self._flat().device)
+        self._stepper.put(torch.cat(list(state["alpha"].values())))
+        self._stepper.load(state["stepper"])
 
 
 def _inner(model: nn.Module) -> nn.Module:
