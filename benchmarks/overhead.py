@@ -156,6 +156,7 @@ class Training:
 
     def captured(self, step: Callable[[], None]) -> Callable[[], None]:
         side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):
                 step()
@@ -163,6 +164,8 @@ class Training:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             step()
+
+        self.held = step  # what a graph reads and writes must not go
 
         def replay() -> None:
             graph.replay()

@@ -145,6 +145,7 @@ def test_a_captured_step_prunes_like_an_eager_one(compacted: bool) -> None:
 
 
 @needs_gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_no_step_synchronises_with_the_gpu() -> None:
     model = net().cuda()
     images = torch.randn(8, 3, 6, 6, device="cuda")

@@ -129,23 +129,33 @@ class Pruner:
                 "step: with lam= the pruner has to know the gates' learning rate: build the "
                 "optimizer with pruner.param_groups(lr=...), and attach it."
             )
+        captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if not captured and self._is_due():
+            self._check_finite(self._flat())
         self._stepper.follow()
         if self.lam is not None:
             self._stepper.scale.copy_(torch.as_tensor(self.lam * self._gate_lr()))
         self._stepper()
-        if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
+        if not captured:
             self._count()
 
     def replayed(self) -> None:
         """The host's part, after a replay of a CUDA graph that holds the optimizer's step."""
         self._check_steps_left()
+        if self._is_due():
+            self._check_finite(self._flat())
         self._count()
 
+    def _is_due(self) -> bool:
+        """True if the host is to look at the gates after this step."""
+        step = self.step_count + 1
+        last = (self.schedule.deadline(self.steps), self.steps)
+        return step in last or step % self._every == 0
+
     def _count(self) -> None:
+        due = self._is_due()
         self.step_count += 1
-        due = self.step_count in (self.schedule.deadline(self.steps), self.steps)
-        if due or self.step_count % self._every == 0:
-            self._check_finite(self._flat())
+        if due:
             self._control()
 
     def _after_step(self, optimizer: Optimizer) -> None:
