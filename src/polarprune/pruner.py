@@ -284,7 +284,7 @@ class Pruner:
         return [(name, gate.alpha) for name, gate in self.gates.items()]
 
     def _alphas(self) -> list[nn.Parameter]:
-        return self._stepper.alphas()
+        return self._stepper.alphas
 
     def _flat(self) -> Tensor:
         return self._stepper.flat()
@@ -373,8 +373,7 @@ class Pruner:
             return
         rebuild.gated(self.model, self.gates, optimizer)
         self._present = rebuild.after
-        self._stepper.places = rebuild.after.nonzero().flatten()
-        self._stepper.follow()
+        self._stepper.take_out(rebuild.after)
         self._compacted = self.graph.cost.share(self._widths())["macs"]
 
     def _cut(self, gated: nn.Module) -> nn.Module:

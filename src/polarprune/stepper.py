@@ -34,31 +34,39 @@ class Stepper:
         self.live = torch.ones(len(owner), dtype=torch.bool)
         self.pulled = torch.zeros_like(self.live)  # shrink
         self.closable = torch.zeros_like(self.live)  # may shrink to nothing
+        self.alphas: list[nn.Parameter] = [gate.alpha for gate in gates.values()]
+        self._first = next(iter(gates.values()))
+        self._eps: list[Tensor] = []
         self.follow()
 
     def follow(self) -> None:
-        """Move to where the gates are."""
-        device = self.alphas()[0].device
+        """Move to where the gates are; a model that is moved gets other buffers."""
+        device = self._first.alpha.device
+        if self._eps and self._first.eps is self._eps[0] and self.owner.device == device:
+            return
+        self._eps = [gate.eps for gate in self.gates.values()]
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 setattr(self, name, value.to(device))
 
-    def alphas(self) -> list[nn.Parameter]:
-        return [gate.alpha for gate in self.gates.values()]
+    def take_out(self, present: Tensor) -> None:
+        """Only these of all gates are left."""
+        self.places = present.nonzero().flatten().to(self.owner.device)
 
+    @torch.no_grad()
     def flat(self) -> Tensor:
-        alpha = torch.cat([alpha.detach() for alpha in self.alphas()])
+        alpha = torch.cat(list[Tensor](self.alphas))
         if self.places is None:
             return alpha
         return alpha.new_zeros(len(self.owner)).index_copy(0, self.places, alpha)
 
     @torch.no_grad()
     def put(self, alpha: Tensor) -> None:
-        alphas = self.alphas()
-        alpha = alpha.to(alphas[0])
+        alpha = alpha.to(self.alphas[0])
         self.live.copy_(alpha != 0)
         left = alpha if self.places is None else alpha[self.places]
-        torch._foreach_copy_(list[Tensor](alphas), list(left.split([len(a) for a in alphas])))
+        pieces = left.split([part.numel() for part in self.alphas])
+        torch._foreach_copy_(list[Tensor](self.alphas), list(pieces))
 
     @torch.no_grad()
     def __call__(self) -> None:
@@ -83,9 +91,8 @@ class Stepper:
         """ε = start · (end / start)^(t / steps), into the buffers of all gates."""
         ratio = math.log(self.schedule.eps_end / self.schedule.eps_start)
         progress = (self.count / self.steps).clamp(max=1.0)
-        held = [gate.eps for gate in self.gates.values()]
-        eps = (self.schedule.eps_start * torch.exp(ratio * progress)).to(held[0])
-        torch._foreach_copy_(held, [eps] * len(held))
+        eps = (self.schedule.eps_start * torch.exp(ratio * progress)).to(self._eps[0])
+        torch._foreach_copy_(self._eps, [eps] * len(self._eps))
 
     def state(self) -> dict[str, Any]:
         names = ("count", "scale", "q", "b", "pulled", "closable")
@@ -93,6 +100,7 @@ class Stepper:
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
+        self.follow()
         for name, value in state.items():
             getattr(self, name).copy_(value)
         self._decay()
