@@ -20,7 +20,8 @@ ORDER = [
     "errors", "tape", "labels", "flow", "moves", "merges", "rules", "emit", "capture", "groups",
     "spine", "cost", "rewire", "blocks", "norms", "attention", "leftovers", "surgery", "proof",
     "trial", "look", "trace", "gates", "compact", "prox", "schedule", "stepper", "budget",
-    "controls", "html", "report", "pictures", "settings", "pruner", "checkpoint", "demo", "cli",
+    "controls", "html", "report", "pictures", "settings", "pruner", "checkpoint", "bench", "demo",
+    "cli",
 ]
 # fmt: on
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("__"))
