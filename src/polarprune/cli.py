@@ -152,7 +152,7 @@ def bench(
     if threads:
         torch.set_num_threads(threads)
     try:
-        models = {model: _made(model).to(device)}
+        models = {model.rpartition(":")[2]: _made(model).to(device)}
         for file in small or []:
             models[file.name] = load(file, model=_made(model)).to(device)
         inputs = tuple(x.to(device) for x in _inputs(shape))
