@@ -98,7 +98,7 @@ def test_bench_puts_a_pruned_model_beside_the_original(written):
     out, _ = written
     file = str(out / "small.safetensors")
     asked = ["bench", "polarprune.demo:DigitsNet", "--shape", "4,1,8,8", "--small", file]
-    result = CliRunner().invoke(app, [*asked, "--runs", "3"], env={"COLUMNS": "160"})
+    result = CliRunner().invoke(app, [*asked, "--runs", "3"])
     assert result.exit_code == 0, result.output
     lines = [line for line in result.output.splitlines() if "%" in line]
     assert len(lines) == 2 and "(100.0%)" in lines[0] and "small.safetensors" in lines[1]

@@ -167,15 +167,15 @@ def bench(
 
 
 def _show_times(found: dict[str, Timing]) -> None:
-    table = Table()
-    for column in ("model", "latency (ms)", "a second", "MACs", "params", "faster"):
-        table.add_column(column, justify="left" if column == "model" else "right")
+    table = Table(box=None, padding=(0, 1))
+    for column in ("model", "ms", "a second", "MACs", "params", "faster"):
+        table.add_column(column, justify="left" if column == "model" else "right", no_wrap=True)
     first = next(iter(found.values()))
     for name, one in found.items():
         table.add_row(
-            name, f"{one.median:.2f}", f"{one.throughput:,.1f}",
-            f"{one.macs:,} ({one.macs / max(first.macs, 1):.1%})",
-            f"{one.params:,} ({one.params / max(first.params, 1):.1%})",
+            name, f"{one.median:.2f}", f"{one.throughput:,.0f}",
+            f"{one.macs / 1e6:,.1f} M ({one.macs / max(first.macs, 1):.1%})",
+            f"{one.params / 1e6:,.2f} M ({one.params / max(first.params, 1):.1%})",
             f"{first.median / one.median:.2f} ×",
         )  # fmt: skip
     console.print(table)
