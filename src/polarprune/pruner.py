@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_map_only
 
 from .budget import Budget
-from .compact import Rebuild, gates_in, plan_of, skeleton
+from .compact import Pace, Rebuild, gates_in, plan_of, skeleton
 from .errors import PruneError
 from .flow import Rule
 from .gates import Gate, gate_value
@@ -49,7 +50,8 @@ class Pruner:
         schedule: how ε and the cost go down.
         rules: rules for operations that are not known, `{torch.ops.…: rule}` (see `trace`).
         norms: open channels that layer, RMS and group norms mix (see `trace`).
-        compact: "auto" calls `compact()` a few times, whenever a fifth of the MACs has gone.
+        compact: "auto" calls `compact()` a few times: whenever a fifth of the MACs has gone, if the
+            steps that are left will make up for the time it takes (for code compiled anew).
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Pruner:
         self.copies: list[nn.Module] = []  # of the gated model (averages), cut when it is
         self._compacts = compact == "auto"
         self._compacted = 1.0  # share of MACs when it last was
+        self._pace = Pace()
         self._control()
 
     # --- in the training loop ---------------------------------------------------------------------
@@ -165,6 +168,7 @@ class Pruner:
     def _count(self) -> None:
         due = self._is_due()
         self.step_count += 1
+        self._pace.tick(time.perf_counter())
         if due:
             self._control()
 
@@ -373,17 +377,16 @@ class Pruner:
         self._take_out(rebuild, optimizer)
 
     def _pays(self) -> bool:
-        """Shapes that change cost time (kernels are chosen, code is compiled): a few times will do.
-
-        A fifth of the MACs has gone; or less, but no more will.
-        """
-        share = self.history[-1]["macs"]
-        return bool(share <= (0.95 if self.landed else 0.8) * self._compacted)
+        """A fifth of the MACs has gone; or less, but no more will. And it is worth the time."""
+        gone = 1 - self.history[-1]["macs"] / self._compacted
+        enough = gone >= (0.05 if self.landed else 0.2)
+        return enough and self._pace.pays(gone, self.steps - self.step_count)
 
     def _take_out(self, rebuild: Rebuild, optimizer: Optimizer | None) -> None:
         if torch.equal(rebuild.after, rebuild.before):
             return
         rebuild.gated(self.model, self.gates, optimizer)
+        self._pace.changed()
         self._present = rebuild.after
         self._stepper.take_out(rebuild.after)
         self._compacted = self.graph.cost.share(self._widths())["macs"]
