@@ -131,3 +131,11 @@ def test_models_are_timed_in_turn_and_left_as_they_were():
         assert len(one.milliseconds) == 4 and all(t > 0 for t in one.milliseconds)
         assert (one.macs, one.params, one.batch) == (5 * 3 * width, 4 * width, 5)
         assert one.throughput == pytest.approx(5e3 / one.median)
+
+
+def test_compiled_model_is_counted_without_being_compiled_again():
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(torch.nn.Linear(3, 8), backend="eager")
+    found = side_by_side({"compiled": compiled}, torch.randn(5, 3), runs=2, warm_up=1)["compiled"]
+    assert (found.macs, found.params) == (5 * 3 * 8, 4 * 8)
+    assert torch._dynamo.utils.counters["frames"]["ok"] == 1

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from nets import NETS, BasicBlock, cbr, digits_resnet, head
-from test_exact import counted, difference, double, pruner_of, traced
+from test_exact import VARIANTS, counted, difference, double, pruner_of, set_gates, traced
 from torch import Tensor, nn
 
 import polarprune as pp
@@ -100,6 +100,32 @@ def magnitude_plan(model: nn.Module, graph: Graph) -> Plan:
         assert len(size) == group.size
         plan[name] = sorted(size.argsort(descending=True)[: group.size // 2].tolist())
     return plan
+
+
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("way", ["shrink", "export", "compact"])
+def test_layout_in_memory_is_kept(way: str, form: torch.memory_format) -> None:
+    """A kernel in another layout makes convolutions put out that layout, or convert at each run."""
+    kernels = [nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 6, 3), nn.Conv2d(6, 4, 1)]
+    model = nn.Sequential(*kernels).to(memory_format=form)
+    with torch.no_grad():
+        model[1].weight = nn.Parameter(model[1].weight.clone(memory_format=form))
+    before = [layer.weight.is_contiguous(memory_format=form) for layer in model]
+    x = torch.randn(2, 3, 9, 9).contiguous(memory_format=form)
+    if way == "shrink":
+        graph = pp.trace(model, x)
+        small = pp.shrink(model, graph, some_plan(graph))
+    else:
+        pruner = pp.Pruner(model, x, lam=1.0, steps=1)
+        set_gates(pruner, VARIANTS["half"], "half")
+        if way == "compact":
+            pruner.compact()
+        small = pruner.export()
+    assert small[1].weight.shape[1] < 8
+    assert [layer.weight.is_contiguous(memory_format=form) for layer in small] == before
+    for layer in small:
+        x = layer(x)
+        assert x.is_contiguous(memory_format=form)
 
 
 @pytest.mark.parametrize("kind", ["magnitude", "random"])

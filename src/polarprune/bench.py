@@ -47,7 +47,7 @@ def side_by_side(
     return {
         name: Timing(
             times[name],
-            count_macs(model, example),
+            count_macs(getattr(model, "_orig_mod", model), example),  # compiled or not
             sum(parameter.numel() for parameter in model.parameters()),
             batch,
         )

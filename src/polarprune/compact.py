@@ -21,7 +21,7 @@ from .errors import PruneError
 from .gates import Gate
 from .groups import Graph, Plan, stays
 from .place import place
-from .surgery import RECIPE, Recipe, cut_copy, is_gated, write_recipe
+from .surgery import RECIPE, Recipe, cut_copy, is_gated, selected, write_recipe
 from .tape import named_tensors
 
 
@@ -147,27 +147,16 @@ def cut(tensor: Tensor, kept: dict[int, Tensor], optimizer: Optimizer | None) ->
     state = optimizer.state.get(tensor, {}) if optimizer is not None else {}
     gradient = tensor.grad if tensor.is_leaf else None
     tensor.grad = None
-    new = _selected(tensor.data, kept)
+    new = selected(tensor.data, kept)
     # autograd remembers the shape of a leaf as long as a loss of the step before is alive; a change
     # of type makes it forget
     tensor.data = new.to(torch.float16 if new.dtype != torch.float16 else torch.float32)
     tensor.data = new
     if gradient is not None:
-        tensor.grad = _selected(gradient, kept)
+        tensor.grad = selected(gradient, kept)
     for key, value in state.items():
         if isinstance(value, Tensor) and value.shape == before:
-            state[key] = _selected(value, kept)
-
-
-def _selected(data: Tensor, kept: dict[int, Tensor]) -> Tensor:
-    form = torch.channels_last if _is_channels_last(data) else torch.contiguous_format
-    for axis, places in kept.items():
-        data = data.index_select(axis, places.to(data.device))
-    return data.clone(memory_format=form)
-
-
-def _is_channels_last(data: Tensor) -> bool:
-    return data.dim() == 4 and data.is_contiguous(memory_format=torch.channels_last)
+            state[key] = selected(value, kept)
 
 
 def _forget(optimizer: Optimizer, gone: set[int]) -> None:

@@ -362,15 +362,28 @@ def check_shapes(model: nn.Module, shapes: Mapping[str, Sequence[int]], remedy: 
 
 
 def _sliced(tensor: Tensor, axes: dict[str, list[int]]) -> Tensor:
-    data = tensor.detach()
-    for axis, kept in axes.items():
-        data = data.index_select(
-            int(axis), torch.tensor(kept, dtype=torch.long, device=data.device)
-        )
-    data = data.clone()
+    kept = {int(axis): torch.tensor(left, dtype=torch.long) for axis, left in axes.items()}
+    data = selected(tensor.detach(), kept)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(data, tensor.requires_grad)
     return data
+
+
+def selected(data: Tensor, kept: Mapping[int, Tensor]) -> Tensor:
+    """A copy of what stays, laid out in memory as it was: convolutions go by it."""
+    form = _layout(data)
+    for axis, places in kept.items():
+        data = data.index_select(axis, places.to(data.device))
+    return data.clone(memory_format=form)
+
+
+def _layout(data: Tensor) -> torch.memory_format:
+    """By the strides: a 1 x 1 kernel counts as contiguous in both, but only one is taken for it."""
+    form = {4: torch.channels_last, 5: torch.channels_last_3d}.get(data.dim())
+    if form is None:
+        return torch.contiguous_format
+    last = torch.empty(data.shape, device="meta", memory_format=form).stride()
+    return form if data.stride() == last else torch.contiguous_format
 
 
 def _replace(model: nn.Module, path: str, new: nn.Module) -> None:
