@@ -17,8 +17,8 @@ import polarprune
 PACKAGE = Path(polarprune.__file__).parent
 # fmt: off
 ORDER = [
-    "errors", "tape", "labels", "flow", "moves", "merges", "rules", "emit", "capture", "groups",
-    "spine", "cost", "rewire", "blocks", "norms", "attention", "leftovers", "surgery", "proof",
+    "errors", "standins", "tape", "labels", "flow", "moves", "merges", "rules", "emit", "capture",
+    "groups", "spine", "cost", "rewire", "blocks", "norms", "attention", "leftovers", "surgery", "proof",
     "trial", "look", "trace", "gates", "prox", "schedule", "budget", "controls", "html", "report",
     "pictures", "pruner", "checkpoint", "demo", "cli",
 ]

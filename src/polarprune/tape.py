@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry, shape_wrapper
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .errors import PruneError
+from .standins import STAND_INS
 
 Mark = Callable[[str, Any], None]
 Shim = Callable[[nn.Module, Mark], Callable[..., Any]]
@@ -83,6 +84,7 @@ class Tape:
     numbers: dict[tuple[str, str], int | float] = field(default_factory=dict)  # marked ones
     ends: dict[tuple[str, str], int] = field(default_factory=dict)  # operations before each mark
     broken: str | None = None  # the module in which the run failed
+    computed: bool = False  # with all values, not only the shapes
 
     @cached_property
     def needed(self) -> set[Value]:
@@ -117,9 +119,10 @@ def _is_mask(value: Value) -> bool:
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, computed: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.tape = Tape()
+        self.tape = Tape(computed=computed)
+        self.stand_ins = {} if computed else STAND_INS
         self.stack: list[str] = []
         self.known = WeakTensorKeyDictionary()
         for name, tensor in named_tensors(model):
@@ -139,7 +142,10 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        stand_in = self.stand_ins.get(func)
+        out = stand_in(*args, **kwargs) if stand_in else None
+        if out is None:
+            out = func(*args, **kwargs)
         formula = _FORMULAS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
         macs = formula(*args, **kwargs, out_val=out) // 2 if formula else 0
         with _paused(self):
@@ -242,8 +248,11 @@ def record(
     """The tape of one run of `model` on `example`, in train or eval mode.
 
     A shim takes the place of a module's forward during the run, and may mark values by name.
+    Values are computed only where the model's code looks at them.
     """
     tape, error = attempt(model, example, training=training, shims=shims)
+    if error is not None or tape.depends_on_data:
+        tape, error = attempt(model, example, training=training, shims=shims, computed=True)
     if isinstance(error, PruneError):
         raise error
     if error is not None:
@@ -260,11 +269,16 @@ def record(
 
 
 def attempt(
-    model: nn.Module, example: Example, *, training: bool, shims: Mapping[str, Shim] | None = None
+    model: nn.Module,
+    example: Example,
+    *,
+    training: bool,
+    shims: Mapping[str, Shim] | None = None,
+    computed: bool = False,
 ) -> tuple[Tape, Exception | None]:
     """What `record` does, with the tape up to the error if the run fails."""
     args, kwargs = as_call(example)
-    recorder = _Recorder(model)
+    recorder = _Recorder(model, computed)
     handles = []
     failed = None
     shimmed = [(model.get_submodule(path), path, shim) for path, shim in (shims or {}).items()]

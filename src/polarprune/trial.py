@@ -74,7 +74,7 @@ class Trial:
         except PruneError as refused:
             return Deviation(str(refused))
         for training, before in zip((False, True), graph.tapes, strict=False):
-            after, error = attempt(small, self.example, training=training)
+            after, error = attempt(small, self.example, training=training, computed=before.computed)
             found = _compare(graph, alive, before, after, _replaced(recipe))
             if error is not None and (found is None or found.excusable):
                 said = f"the cut model does not run: {_first_line(error)}"

@@ -1,0 +1,110 @@
+"""Products that are not computed: a tape holds shapes, so zeros of the right shape will do.
+
+Nearly all of a run's time goes into convolutions, matrix products and attention, and nothing in a
+tape depends on what they give, unless the model's code looks at values (the tape shows that, and
+the run is repeated with everything computed). A stand-in answers only where the sizes fit and the
+memory is laid out plainly; else the operation itself runs, and says what is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _plain(*tensors: Tensor) -> bool:
+    """True for tensors of one kind, none of them empty."""
+    first = tensors[0]
+    return first.is_floating_point() and all(
+        t.dtype == first.dtype and t.device == first.device and t.numel() > 0 for t in tensors
+    )
+
+
+def _convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Tensor | None:
+    dim = x.dim()
+    if transposed or weight.dim() != dim or len(stride) != dim - 2 or len(padding) != dim - 2:
+        return None
+    made, read, *kernel = weight.shape
+    if x.shape[1] != read * groups or made % groups or not _plain(x, weight):
+        return None
+    if not (x.is_contiguous() and weight.is_contiguous()):
+        return None  # channels last, perhaps
+    if bias is not None and (bias.shape != (made,) or not _plain(x, bias)):
+        return None
+    space = [
+        (size + 2 * pad - gap * (wide - 1) - 1) // step + 1
+        for size, pad, gap, wide, step in zip(
+            x.shape[2:], padding, dilation, kernel, stride, strict=True
+        )
+    ]
+    return x.new_zeros((x.shape[0], made, *space)) if min(space) > 0 else None
+
+
+def _mm(left: Tensor, right: Tensor) -> Tensor | None:
+    (rows, inner), (other, columns) = left.shape, right.shape
+    return left.new_zeros((rows, columns)) if inner == other and _plain(left, right) else None
+
+
+def _addmm(bias: Tensor, left: Tensor, right: Tensor, **scales: Any) -> Tensor | None:
+    fits = bias.shape == right.shape[1:] and _plain(bias, left)
+    return _mm(left, right) if fits else None
+
+
+def _bmm(left: Tensor, right: Tensor) -> Tensor | None:
+    (batch, rows, inner), (more, other, columns) = left.shape, right.shape
+    fits = batch == more and inner == other and _plain(left, right)
+    return left.new_zeros((batch, rows, columns)) if fits else None
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
+) -> tuple[Tensor, Tensor] | None:
+    batch, heads, length, size = query.shape
+    same = key.shape == value.shape and key.shape == (batch, heads, key.shape[2], size)
+    if not same or args or options.keys() - {"scale"} or not _plain(query, key, value):
+        return None
+    sums = torch.float64 if query.dtype == torch.float64 else torch.float32
+    lengths = query.new_zeros((batch, length, heads), dtype=sums).transpose(1, 2)
+    return torch.zeros_like(query), lengths
+
+
+def _batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    training: bool,
+    *numbers: float,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """(Running statistics stay as they were: they are put back after a run anyway.)"""
+    given = [tensor for tensor in (weight, bias, mean, variance) if tensor is not None]
+    sizes = x.shape[1:2]
+    if not (_plain(x, *given) and x.is_contiguous() and all(t.shape == sizes for t in given)):
+        return None
+    sizes = sizes if training else torch.Size((0,))
+    return torch.zeros_like(x), x.new_zeros(sizes), x.new_zeros(sizes)
+
+
+_aten = torch.ops.aten
+STAND_INS: dict[Any, Callable[..., Any]] = {
+    _aten.convolution.default: _convolution,
+    _aten.mm.default: _mm,
+    _aten.addmm.default: _addmm,
+    _aten.bmm.default: _bmm,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    _aten.native_batch_norm.default: _batch_norm,
+}
