@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import copy
 import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,8 +46,31 @@ class _Shallow(fx.Tracer):
         return tuple(proxy[i] for i in range(pieces)) if isinstance(pieces, int) else proxy
 
 
+_remembered: dict[nn.Module, fx.Graph | None] | None = None
+
+
+@contextmanager
+def remembering() -> Iterator[None]:
+    """No module changes inside: each is written down once."""
+    global _remembered
+    before, _remembered = _remembered, {}
+    try:
+        yield
+    finally:
+        _remembered = before
+
+
 def as_graph(module: nn.Module) -> fx.Graph | None:
-    """The module's forward as a graph, or None if it cannot be written down without an example."""
+    """The module's forward as a graph to look at, or None if that takes an example."""
+    if _remembered is None:
+        return write_down(module)
+    if module not in _remembered:
+        _remembered[module] = write_down(module)
+    return _remembered[module]
+
+
+def write_down(module: nn.Module) -> fx.Graph | None:
+    """The same anew, to be changed."""
     if "forward" in vars(module):
         return None  # replaced by the user; fx would read the one of the class
     double, graphs = copy.copy(module), []  # what forward remembers must not end up in the module
@@ -69,8 +94,10 @@ def owner_of(path: str, modules: dict[str, nn.Module]) -> str:
 
 def vanishing(path: str, module: nn.Module, graph: Graph, silent: set[str]) -> list[Edit]:
     """Edits that take branches out of a module, given the layers in it that read no channel."""
+    if not _adds_are_plain(path, graph):
+        return []
     found = graph.rewired[path].only if path in graph.rewired else as_graph(module)
-    if found is None or not _adds_are_plain(path, graph):
+    if found is None:
         return []
     constant: set[fx.Node] = set()
     sources = []
@@ -94,13 +121,8 @@ def _join(path: str, target: Any) -> str:
 
 def _adds_are_plain(path: str, graph: Graph) -> bool:
     """True if all sums in the module are of tensors of one shape, so that a vector will do."""
-    sums = [
-        op
-        for tape in graph.tapes
-        for op in tape.ops
-        if op.module == path
-        and op.func._overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_)
-    ]
+    adding = (torch.ops.aten.add, torch.ops.aten.add_)
+    sums = [op for op in graph.ops_in(path) if op.func._overloadpacket in adding]
     return bool(sums) and all(
         value.shape == op.outs[0].shape for op in sums for value in op.inputs()
     )
@@ -145,9 +167,8 @@ def take_out(graph: fx.Graph, edits: list[Edit]) -> set[str]:
 
 def left_out(path: str, module: nn.Module, graph: Graph, edits: list[Edit]) -> set[str]:
     """The modules that go with the branches."""
-    found = decode(encode(graph.rewired[path])).only if path in graph.rewired else as_graph(module)
-    assert found is not None, "edits were made for it"
-    gone = take_out(found, edits)
+    found = graph.rewired[path].only if path in graph.rewired else as_graph(module)
+    gone = take_out(copy.deepcopy(found), edits)
     return {
         _join(path, name)
         for name, _ in module.named_modules()

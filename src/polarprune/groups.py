@@ -8,7 +8,7 @@ consumers and the same price.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -87,11 +87,12 @@ class Graph:
     def alive(self, plan: Plan) -> Tensor:
         """One truth value a unit, from a plan; groups it does not name stay whole."""
         alive = torch.ones(self.units, dtype=torch.bool, device="cpu")
+        groups = self.open
         for name, kept in plan.items():
-            group = self.open.get(name)
+            group = groups.get(name)
             if group is None:
                 raise PruneError(
-                    f"plan: there is no open group {name!r}. Open groups: {', '.join(self.open)}."
+                    f"plan: there is no open group {name!r}. Open groups: {', '.join(groups)}."
                 )
             if not all(0 <= index < group.size for index in kept):
                 raise PruneError(f"plan: group {name!r} has channels 0 to {group.size - 1} only.")
@@ -101,15 +102,56 @@ class Graph:
 
     def settle(self, alive: Tensor) -> Tensor:
         """Without the units that are read only by layers of which nothing is left."""
+        (makers, made), (readers, read), open_ended = self._wires
         while True:
+            busy = open_ended.clone()
+            busy[makers[stays(made, alive)]] = True
             useful = torch.zeros_like(alive)
-            for item in self.contractions:
-                if not item.makes or any(bool(stays(units, alive).any()) for units in item.makes):
-                    for units in item.sites:
-                        useful[units[units != WHOLE]] = True
+            useful[read[busy[readers]]] = True
             if bool((useful | ~alive).all()):
                 return alive
             alive = alive & useful
+
+    @cached_property
+    def _wires(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], Tensor]:
+        """Contractions, by number, and the units they make and read; which ones make no unit."""
+        makers, made = _flat([item.makes for item in self.contractions])
+        readers, read = _flat([item.sites for item in self.contractions])
+        gated = read != WHOLE
+        ends = [not item.makes for item in self.contractions]
+        open_ended = torch.tensor(ends, dtype=torch.bool, device="cpu")
+        return (makers, made), (readers[gated], read[gated]), open_ended
+
+    def outline(self) -> Graph:
+        """The same with one unit for each group: enough where groups close entirely or not."""
+        names = list(self.open)
+        owner = [number for number, name in enumerate(names) for _ in range(self.groups[name].size)]
+        owners = torch.tensor([*owner, WHOLE], device="cpu")
+
+        def few(units: Tensor) -> Tensor:
+            return owners[units].unique()
+
+        def of_axes(tensors: dict[str, dict[int, Tensor]]) -> dict[str, dict[int, Tensor]]:
+            return {name: {k: few(u) for k, u in axes.items()} for name, axes in tensors.items()}
+
+        groups = {k: replace(self.groups[k], size=1, offset=n) for n, k in enumerate(names)}
+        contractions = [
+            Contraction(item.op, [], [few(u) for u in item.sites], [few(u) for u in item.makes])
+            for item in self.contractions
+        ]
+        return replace(self, groups=groups, axes=of_axes(self.axes), contractions=contractions)
+
+    def emptied(self, alive: Tensor) -> set[tuple[str, int]]:
+        """The axes of tensors along which nothing is left."""
+        places, (numbers, units) = self._places
+        left = torch.zeros(len(places), dtype=torch.bool, device="cpu")
+        left[numbers[stays(units, alive)]] = True
+        return {places[number] for number in (~left).nonzero().flatten().tolist()}
+
+    @cached_property
+    def _places(self) -> tuple[list[tuple[str, int]], tuple[Tensor, Tensor]]:
+        places = [(name, axis) for name, axes in self.axes.items() for axis in axes]
+        return places, _flat([[self.axes[name][axis]] for name, axis in places])
 
     @cached_property
     def _known_axes(self) -> dict[int, tuple[int, ...]]:
@@ -182,6 +224,16 @@ class Graph:
 
     def __str__(self) -> str:
         return table(self)
+
+
+def _flat(vectors: list[list[Tensor]]) -> tuple[Tensor, Tensor]:
+    """All elements in one vector, and with each the number of the list it comes from."""
+    numbers = [number for number, mine in enumerate(vectors) for _ in mine]
+    flat = [vector.flatten() for mine in vectors for vector in mine]
+    if not flat:
+        return (torch.empty(0, dtype=torch.long, device="cpu"),) * 2
+    sizes = torch.tensor([len(vector) for vector in flat], device="cpu")
+    return torch.tensor(numbers, device="cpu").repeat_interleave(sizes), torch.cat(flat)
 
 
 def stays(units: Tensor, alive: Tensor) -> Tensor:
@@ -270,15 +322,15 @@ def build(tapes: Sequence[Tape], flow: Flow, held: Mapping[str, str]) -> Graph:
     reasons = flow.labels.reasons(root)
     consumed = _site_axes(flow)
     produced = _factor_axes(flow) - consumed
-    occurrences = _occurrences(flow.labels, root)
-    families: dict[tuple[tuple[int, int], ...], list[int]] = {}
-    for unit, found in occurrences.items():
-        if any(axis in consumed or axis in produced for axis, _ in found):
-            families.setdefault(tuple(found), []).append(unit)
+    families = [
+        (where, units)
+        for where, units in _families(flow.labels, root)
+        if any(axis in consumed or axis in produced for axis, _ in where)
+    ]
     groups: dict[str, Group] = {}
     position = torch.full((flow.labels.count,), WHOLE)
     offset = 0
-    for where, units in sorted(families.items(), key=lambda item: min(item[1])):
+    for where, units in families:
         for reason, members in _by_reason(units, where, consumed, produced, reasons):
             group = _group(flow.labels.axes, where, members, reason, consumed, produced, groups)
             if not group.frozen and group.name in held:
@@ -309,14 +361,24 @@ def _axes_with(labels: Labels, vectors: list[Tensor]) -> set[int]:
     return set(number[wanted < ends[number]].unique().tolist())
 
 
-def _occurrences(labels: Labels, root: Tensor) -> dict[int, list[tuple[int, int]]]:
-    """Unit -> the axes it occurs on, with how often."""
-    found: dict[int, list[tuple[int, int]]] = {}
-    for number, axis in enumerate(labels.axes):
-        units, counts = root[axis.start : axis.start + axis.size].unique(return_counts=True)
-        for unit, count in zip(units.tolist(), counts.tolist(), strict=True):
-            found.setdefault(unit, []).append((number, count))
-    return found
+def _families(labels: Labels, root: Tensor) -> list[tuple[tuple[tuple[int, int], ...], list[int]]]:
+    """Units that occur on the same axes equally often, with these; by their smallest unit."""
+    numbers = torch.arange(len(labels.axes))
+    sizes = torch.tensor([axis.size for axis in labels.axes], dtype=torch.long)
+    starts = torch.tensor([axis.start for axis in labels.axes], dtype=torch.long)
+    owner = numbers.repeat_interleave(sizes)
+    places = torch.arange(len(owner)) + (starts - sizes.cumsum(0) + sizes).repeat_interleave(sizes)
+    pairs, counts = (root[places] * max(1, len(numbers)) + owner).unique(return_counts=True)
+    units, axes = pairs // max(1, len(numbers)), pairs % max(1, len(numbers))
+    found: dict[bytes, tuple[tuple[tuple[int, int], ...], list[int]]] = {}
+    kinds = torch.stack([axes, counts], 1)
+    members, lengths = units.unique_consecutive(return_counts=True)
+    for unit, kind in zip(members.tolist(), kinds.split(lengths.tolist()), strict=True):
+        key = kind.numpy().tobytes()
+        if key not in found:
+            found[key] = tuple((axis, count) for axis, count in kind.tolist()), []
+        found[key][1].append(unit)
+    return list(found.values())
 
 
 def _by_reason(

@@ -11,13 +11,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -55,7 +55,7 @@ class Op:
 
     @property
     def name(self) -> str:
-        return str(self.func._schema.name).split("::")[-1]
+        return _name_of(self.func)
 
     @property
     def where(self) -> str:
@@ -66,11 +66,24 @@ class Op:
 
     @cached_property
     def _inputs(self) -> list[Value]:
-        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Value)]
+        return [value for item in (*self.args, *self.kwargs.values()) for value in _values_in(item)]
 
     def tensors(self) -> list[Value]:
         """All that it reads and all that it gives."""
         return [*self._inputs, *self.outs]
+
+
+def _values_in(tree: Any) -> list[Value]:
+    if isinstance(tree, Value):
+        return [tree]
+    if isinstance(tree, (list, tuple)):
+        return [value for item in tree for value in _values_in(item)]
+    return []
+
+
+@cache
+def _name_of(func: Any) -> str:
+    return str(func._schema.name).split("::")[-1]
 
 
 @dataclass(eq=False)
@@ -133,12 +146,20 @@ class _Recorder(TorchDispatchMode):
         if found is None:
             found = _value(tensor)
             if not tensor.is_floating_point() and not tensor.is_meta and tensor.numel() < 1_000_000:
-                found.data = tensor.detach().clone()
+                found.data = _copied(tensor)
             self.known[tensor] = found
         return found
 
     def values(self, tree: Any) -> list[Value]:
         return [self.value(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+    def named(self, tree: Any) -> Any:
+        """Arguments of an operation, with values in place of tensors."""
+        if isinstance(tree, Tensor):
+            return self.value(tree)
+        if isinstance(tree, (list, tuple)):
+            return type(tree)([self.named(item) for item in tree])
+        return tree
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -148,18 +169,16 @@ class _Recorder(TorchDispatchMode):
             out = func(*args, **kwargs)
         formula = _FORMULAS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
         macs = formula(*args, **kwargs, out_val=out) // 2 if formula else 0
-        with _paused(self):
-            named_args, named_kwargs = tree_map_only(Tensor, self.value, (tuple(args), kwargs))
-            module = self.stack[-1] if self.stack else ""
-            outs = self.values(out)
-            if func is _FRESH and out.numel() < _SMALL:
-                named_args[0].data = out.detach().clone()
-            if any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns):
-                for value in outs:  # a view; ATen's views are all of their first argument
-                    value.base = value.base or named_args[0].base or named_args[0]
-            self.tape.ops.append(
-                Op(func, named_args, named_kwargs, outs, module, _user_line(), macs)
-            )
+        named_args = self.named(tuple(args))
+        named_kwargs = {key: self.named(item) for key, item in kwargs.items()}
+        outs = [self.value(out)] if isinstance(out, Tensor) else self.values(out)
+        if func is _FRESH and out.numel() < _SMALL:
+            named_args[0].data = _copied(out)
+        if _gives_views(func):
+            for value in outs:  # ATen's views are all of their first argument
+                value.base = value.base or named_args[0].base or named_args[0]
+        module = self.stack[-1] if self.stack else ""
+        self.tape.ops.append(Op(func, named_args, named_kwargs, outs, module, _user_line(), macs))
         return out
 
 
@@ -180,10 +199,15 @@ def _value(tensor: Tensor, name: str = "") -> Value:
     return Value(tuple(tensor.shape), name, tensor.stride(), tensor.element_size())
 
 
-@contextmanager
-def _paused(mode: _Recorder) -> Iterator[None]:
+def _copied(tensor: Tensor) -> Tensor:
+    """(Other modes may be active around ours.)"""
     with torch.utils._python_dispatch._disable_current_modes():
-        yield
+        return tensor.detach().clone()
+
+
+@cache
+def _gives_views(func: Any) -> bool:
+    return any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
 
 
 def _user_line() -> str:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from .blocks import remembering
 from .cost import add_extras
 from .errors import PruneError
 from .flow import Rule
@@ -65,10 +66,11 @@ def survey(
     check_example(model, example)
     patterns = (keep,) if isinstance(keep, str) else tuple(keep)
     look = Look(model, example, patterns, {**RULES, **(rules or {})}, norms)
-    graph = _prove(look, numbers)
-    closable = [name for name, group in graph.open.items() if not group.minimum]
-    with on_host():
-        add_extras(model, graph, {name: dropped_with(model, graph, name) for name in closable})
+    with remembering():
+        graph = _prove(look, numbers)
+        closable = [name for name, group in graph.open.items() if not group.minimum]
+        with on_host():
+            add_extras(model, graph, dropped_with(model, graph, closable))
     return graph
 
 
@@ -306,6 +308,7 @@ def _hold_one_by_one(look: Look, graph: Graph, trial: Trial) -> Graph:
 
 def _let_close(look: Look, graph: Graph, trial: Trial, numbers: bool) -> Graph:
     """Which groups can close entirely; pools refuse to run on no channels, unless re-emitted."""
+    known = len(look.minimum)
     for _ in range(_ATTEMPTS):
         found = graph.open and trial.cut(graph, _closed(graph), numbers=numbers)
         if not found:
@@ -327,7 +330,7 @@ def _let_close(look: Look, graph: Graph, trial: Trial, numbers: bool) -> Graph:
             for name in graph.open:
                 look.minimum.setdefault(name, "keeps a channel, to be safe")
             break
-    return look()
+    return graph if len(look.minimum) == known else look()
 
 
 def _uneven(graph: Graph, seed: int) -> Plan:

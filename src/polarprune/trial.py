@@ -21,7 +21,7 @@ from .errors import PruneError
 from .groups import Graph, Plan
 from .proof import StaysDouble, in_double, prove_equal
 from .rewire import padding
-from .surgery import Recipe, cut_copy, fold, write_recipe
+from .surgery import Recipe, cut_copy, fold, mock_copy, write_recipe
 from .tape import Example, Op, Tape, Value, attempt, record
 
 _TOLERANCE = 1e-8  # in float64, where a right cut differs by 1e-15 and a wrong one by 1e-3
@@ -70,7 +70,8 @@ class Trial:
     def _structure(self, graph: Graph, plan: Plan, recipe: Recipe) -> Deviation | None:
         alive = graph.settle(graph.alive(plan))
         try:
-            small = cut_copy(self.model, recipe, share=True)
+            values = any(tape.computed for tape in graph.tapes)
+            small = mock_copy(self.model, recipe, values=values)
         except PruneError as refused:
             return Deviation(str(refused))
         for training, before in zip((False, True), graph.tapes, strict=False):
