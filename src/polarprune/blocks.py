@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules import batchnorm
 
-from .emit import decode, encode
 from .groups import Graph
 
 Edit = dict[str, Any]
@@ -73,10 +72,19 @@ def write_down(module: nn.Module) -> fx.Graph | None:
     """The same anew, to be changed."""
     if "forward" in vars(module):
         return None  # replaced by the user; fx would read the one of the class
-    double, graphs = copy.copy(module), []  # what forward remembers must not end up in the module
+    double, family = copy.copy(module), type(module)  # what forward remembers must not stay
+    graphs, asked = [], []
+
+    def training(self: nn.Module) -> bool:
+        asked.append(True)
+        return bool(vars(self)["training"])
+
+    double.__class__ = type(family.__name__, (family,), {"training": property(training)})
     try:
-        for double.training in (True, False):
+        for vars(double)["training"] in (True, False):
             graphs.append(_Shallow().trace(double))
+            if not asked:
+                return graphs[0]
     except Exception:  # whatever the user's code does with a proxy
         return None
     if str(graphs[0]) != str(graphs[1]):
@@ -168,6 +176,7 @@ def take_out(graph: fx.Graph, edits: list[Edit]) -> set[str]:
 def left_out(path: str, module: nn.Module, graph: Graph, edits: list[Edit]) -> set[str]:
     """The modules that go with the branches."""
     found = graph.rewired[path].only if path in graph.rewired else as_graph(module)
+    assert found is not None, "edits were made for it"
     gone = take_out(copy.deepcopy(found), edits)
     return {
         _join(path, name)

@@ -107,11 +107,10 @@ class _Sum:
     """Adds up terms coef · Π (u·n + c), each a product of at most two axes."""
 
     def __init__(self, graph: Graph) -> None:
-        groups = list(graph.open.values())
-        owner = [i for i, g in enumerate(groups) for _ in range(g.size)]
-        self.owner = torch.tensor(owner, dtype=torch.long)
-        self.sizes = torch.tensor([g.size for g in groups], dtype=torch.float64)
-        size = len(groups)
+        sizes = torch.tensor([g.size for g in graph.open.values()], dtype=torch.long)
+        self.owner = torch.arange(len(sizes)).repeat_interleave(sizes)
+        self.sizes = sizes.double()
+        size = len(sizes)
         self.q = torch.zeros(size, size, dtype=torch.float64)
         self.b = torch.zeros(size, dtype=torch.float64)
         self.c = 0.0

@@ -129,7 +129,7 @@ class Graph:
         owners = torch.tensor([*owner, WHOLE], device="cpu")
 
         def few(units: Tensor) -> Tensor:
-            return owners[units].unique()
+            return torch.unique(owners[units])
 
         def of_axes(tensors: dict[str, dict[int, Tensor]]) -> dict[str, dict[int, Tensor]]:
             return {name: {k: few(u) for k, u in axes.items()} for name, axes in tensors.items()}
@@ -363,21 +363,29 @@ def _axes_with(labels: Labels, vectors: list[Tensor]) -> set[int]:
 
 def _families(labels: Labels, root: Tensor) -> list[tuple[tuple[tuple[int, int], ...], list[int]]]:
     """Units that occur on the same axes equally often, with these; by their smallest unit."""
-    numbers = torch.arange(len(labels.axes))
-    sizes = torch.tensor([axis.size for axis in labels.axes], dtype=torch.long)
-    starts = torch.tensor([axis.start for axis in labels.axes], dtype=torch.long)
-    owner = numbers.repeat_interleave(sizes)
-    places = torch.arange(len(owner)) + (starts - sizes.cumsum(0) + sizes).repeat_interleave(sizes)
-    pairs, counts = (root[places] * max(1, len(numbers)) + owner).unique(return_counts=True)
-    units, axes = pairs // max(1, len(numbers)), pairs % max(1, len(numbers))
-    found: dict[bytes, tuple[tuple[tuple[int, int], ...], list[int]]] = {}
-    kinds = torch.stack([axes, counts], 1)
-    members, lengths = units.unique_consecutive(return_counts=True)
-    for unit, kind in zip(members.tolist(), kinds.split(lengths.tolist()), strict=True):
-        key = kind.numpy().tobytes()
-        if key not in found:
-            found[key] = tuple((axis, count) for axis, count in kind.tolist()), []
-        found[key][1].append(unit)
+    if not labels.axes:
+        return []
+    sizes = torch.tensor([axis.size for axis in labels.axes])
+    places = [torch.arange(axis.start, axis.start + axis.size) for axis in labels.axes]
+    number = torch.arange(len(places)).repeat_interleave(sizes)
+    many = len(places) + 1
+    pairs, counts = (root[torch.cat(places)] * many + number).unique(return_counts=True)
+    units, lengths = (pairs // many).unique_consecutive(return_counts=True)
+    kinds = (pairs % many) * (int(counts.max()) + 1) + counts
+    first, family = lengths.cumsum(0) - lengths, torch.zeros_like(units)
+    rest, known = torch.arange(len(units)), 1
+    for k in range(int(lengths.max())):  # units part where their k-th occurrences differ
+        rest = rest[lengths[rest] > k]
+        seen = family[rest] * (int(kinds.max()) + 1) + kinds[first[rest] + k]
+        different, new = seen.unique(return_inverse=True)
+        family[rest], known = new + known, known + len(different)
+    found: dict[int, tuple[tuple[tuple[int, int], ...], list[int]]] = {}
+    for k, (unit, name) in enumerate(zip(units.tolist(), family.tolist(), strict=True)):
+        if name not in found:
+            mine = slice(int(first[k]), int(first[k] + lengths[k]))
+            where = zip((pairs[mine] % many).tolist(), counts[mine].tolist(), strict=True)
+            found[name] = tuple(where), []
+        found[name][1].append(unit)
     return list(found.values())
 
 

@@ -33,7 +33,8 @@ class Labels:
     def __init__(self) -> None:
         self.count = 0
         self.axes: list[Axis] = []
-        self._pairs: list[Tensor] = []
+        self._pairs: list[Tensor] = []  # joined since roots were looked for
+        self._root = torch.arange(0)
         self._frozen: list[tuple[Tensor, str]] = []
 
     def fresh(self, size: int) -> Tensor:
@@ -69,21 +70,12 @@ class Labels:
 
     def roots(self) -> Tensor:
         """For every label the smallest label it is joined with (connected components)."""
-        root = torch.arange(self.count)
-        if not self._pairs:
-            return root
-        self._pairs = [torch.cat(self._pairs).unique()]
-        a, b = self._pairs[0] // _WIDE, self._pairs[0] % _WIDE
-        while True:
-            low = torch.minimum(root[a], root[b])
-            new = root.clone()
-            new.scatter_reduce_(0, root[a], low, "amin")
-            new.scatter_reduce_(0, root[b], low, "amin")
-            while not torch.equal(new, new[new]):
-                new = new[new]
-            if torch.equal(new, root):
-                return root
-            root = new
+        root = torch.cat([self._root, torch.arange(len(self._root), self.count)])
+        if self._pairs:
+            pairs = torch.cat(self._pairs).unique()
+            root = _connected(root, pairs // _WIDE, pairs % _WIDE)
+        self._pairs, self._root = [], root
+        return root
 
     def reasons(self, root: Tensor) -> dict[int, str]:
         """Frozen components and the first reason each was given."""
@@ -92,6 +84,20 @@ class Labels:
             for label in root[labels].unique().tolist():
                 found.setdefault(label, reason)
         return found
+
+
+def _connected(root: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """What the roots become when these labels are joined, pair by pair."""
+    while True:
+        low = torch.minimum(root[a], root[b])
+        new = root.clone()
+        new.scatter_reduce_(0, root[a], low, "amin")
+        new.scatter_reduce_(0, root[b], low, "amin")
+        while not torch.equal(new, new[new]):
+            new = new[new]
+        if torch.equal(new, root):
+            return root
+        root = new
 
 
 def along(vector: Tensor, axis: int, dim: int) -> Tensor:

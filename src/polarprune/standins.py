@@ -90,13 +90,13 @@ def _batch_norm(
     training: bool,
     *numbers: float,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """(Running statistics stay as they were: they are put back after a run anyway.)"""
+    """(Running statistics stay as they were, as they would be put back after the run.)"""
     given = [tensor for tensor in (weight, bias, mean, variance) if tensor is not None]
     sizes = x.shape[1:2]
     if not (_plain(x, *given) and x.is_contiguous() and all(t.shape == sizes for t in given)):
         return None
     sizes = sizes if training else torch.Size((0,))
-    return torch.zeros_like(x), x.new_zeros(sizes), x.new_zeros(sizes)
+    return x.detach(), x.new_zeros(sizes), x.new_zeros(sizes)  # its values will do as well
 
 
 _aten = torch.ops.aten

@@ -132,8 +132,9 @@ def _is_mask(value: Value) -> bool:
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, model: nn.Module, computed: bool) -> None:
+    def __init__(self, model: nn.Module, computed: bool, counts: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.counts = counts  # MACs, which are those of eval mode
         self.tape = Tape(computed=computed)
         self.stand_ins = {} if computed else STAND_INS
         self.stack: list[str] = []
@@ -167,7 +168,8 @@ class _Recorder(TorchDispatchMode):
         out = stand_in(*args, **kwargs) if stand_in else None
         if out is None:
             out = func(*args, **kwargs)
-        formula = _FORMULAS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
+        packet = func._overloadpacket
+        formula = (_FORMULAS.get(packet) or flop_registry.get(packet)) if self.counts else None
         macs = formula(*args, **kwargs, out_val=out) // 2 if formula else 0
         named_args = self.named(tuple(args))
         named_kwargs = {key: self.named(item) for key, item in kwargs.items()}
@@ -302,7 +304,7 @@ def attempt(
 ) -> tuple[Tape, Exception | None]:
     """What `record` does, with the tape up to the error if the run fails."""
     args, kwargs = as_call(example)
-    recorder = _Recorder(model, computed)
+    recorder = _Recorder(model, computed, counts=not training)
     handles = []
     failed = None
     shimmed = [(model.get_submodule(path), path, shim) for path, shim in (shims or {}).items()]

@@ -51,13 +51,16 @@ class Trial:
         self.model, self.example = model, example
         self._double: tuple[nn.Module, Example, bool] | None = None
 
-    def cut(self, graph: Graph, plan: Plan, *, numbers: bool = False) -> Deviation | None:
+    def cut(
+        self, graph: Graph, plan: Plan, *, numbers: bool = False, mode: int | None = None
+    ) -> Deviation | None:
         """What is wrong with this cut, if anything.
 
         `numbers`: compare outputs too, on a copy with random weights in float64.
+        `mode`: run in eval (0) or train mode (1) only, if the model does the same in both.
         """
         recipe = write_recipe(self.model, graph, plan)
-        found = self._structure(graph, plan, recipe)
+        found = self._structure(graph, plan, recipe, mode if _modes_alike(graph) else None)
         if self._is_meta() or (found is None and not numbers):
             return found
         if found and not (found.ran and found.excusable):
@@ -67,15 +70,21 @@ class Trial:
     def _is_meta(self) -> bool:
         return any(parameter.is_meta for parameter in self.model.parameters())
 
-    def _structure(self, graph: Graph, plan: Plan, recipe: Recipe) -> Deviation | None:
+    def _structure(
+        self, graph: Graph, plan: Plan, recipe: Recipe, mode: int | None
+    ) -> Deviation | None:
         alive = graph.settle(graph.alive(plan))
         try:
             values = any(tape.computed for tape in graph.tapes)
             small = mock_copy(self.model, recipe, values=values)
         except PruneError as refused:
             return Deviation(str(refused))
-        for training, before in zip((False, True), graph.tapes, strict=False):
-            after, error = attempt(small, self.example, training=training, computed=before.computed)
+        for training, before in enumerate(graph.tapes):
+            if mode not in (None, training):
+                continue
+            after, error = attempt(
+                small, self.example, training=bool(training), computed=before.computed
+            )
             found = _compare(graph, alive, before, after, _replaced(recipe))
             if error is not None and (found is None or found.excusable):
                 said = f"the cut model does not run: {_first_line(error)}"
@@ -111,6 +120,15 @@ class Trial:
                 self._double = copy.deepcopy(self.model), self.example, False
             _shake(self._double[0])
         return self._double
+
+
+def _modes_alike(graph: Graph) -> bool:
+    """True if train mode does what eval mode does, but for counting (of batches, in norms)."""
+    names = [
+        [op.name for op in tape.ops if any(value.shape for value in op.tensors())]
+        for tape in graph.tapes
+    ]
+    return len(names) == 2 and names[0] == names[1]
 
 
 def _first_line(error: Exception) -> str:
