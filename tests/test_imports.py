@@ -18,9 +18,9 @@ PACKAGE = Path(polarprune.__file__).parent
 # fmt: off
 ORDER = [
     "errors", "standins", "tape", "labels", "flow", "moves", "merges", "rules", "emit", "capture",
-    "groups", "spine", "cost", "rewire", "blocks", "norms", "attention", "leftovers", "surgery",
-    "proof", "trial", "look", "trace", "gates", "prox", "schedule", "budget", "controls", "html",
-    "report", "pictures", "pruner", "checkpoint", "demo", "cli",
+    "groups", "forming", "spine", "cost", "rewire", "blocks", "norms", "attention", "leftovers",
+    "surgery", "proof", "trial", "look", "trace", "gates", "prox", "schedule", "budget", "controls",
+    "html", "report", "pictures", "pruner", "checkpoint", "demo", "cli",
 ]
 # fmt: on
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("__"))

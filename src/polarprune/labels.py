@@ -57,7 +57,7 @@ class Labels:
             self._pairs.append((a * _WIDE + b).flatten())
 
     def freeze(self, layer: Tensor, reason: str) -> None:
-        self._frozen.append((layer.unique(), reason))
+        self._frozen.append((compress(layer).flatten(), reason))
 
     def flatten_onto(self, layer: Tensor, axes: tuple[int, ...]) -> Tensor:
         """Join along all axes but these, and give the layer back as it varies along these only."""
@@ -79,11 +79,12 @@ class Labels:
 
     def reasons(self, root: Tensor) -> dict[int, str]:
         """Frozen components and the first reason each was given."""
-        found: dict[int, str] = {}
-        for labels, reason in self._frozen:
-            for label in root[labels].unique().tolist():
-                found.setdefault(label, reason)
-        return found
+        first = torch.full((self.count,), len(self._frozen))
+        for number, (labels, _) in reversed(list(enumerate(self._frozen))):
+            first[root[labels]] = number
+        frozen = (first < len(self._frozen)).nonzero().flatten()
+        numbers = first[frozen].tolist()
+        return {k: self._frozen[n][1] for k, n in zip(frozen.tolist(), numbers, strict=True)}
 
 
 def _connected(root: Tensor, a: Tensor, b: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ from .cost import measure
 from .emit import Emission
 from .errors import PruneError
 from .flow import Flow, Rule
-from .groups import WHOLE, Graph, Place, build, follow, module_of
+from .forming import build, follow
+from .groups import WHOLE, Graph, Place, module_of
 from .labels import Labels
 from .norms import weights_in
 from .rewire import shim

@@ -8,11 +8,28 @@ memory is laid out plainly; else the operation itself runs, and says what is wro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+_memory: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+
+def _zeros(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """One piece of memory serves all of them, as nobody looks at the values."""
+    size, kind = math.prod(shape), (like.dtype, like.device)
+    if kind not in _memory or _memory[kind].numel() < size:
+        _memory[kind] = like.new_zeros(size)
+    return _memory[kind][:size].view(shape)
+
+
+def forget() -> None:
+    """Give the memory back."""
+    _memory.clear()
 
 
 def _plain(*tensors: Tensor) -> bool:
@@ -50,12 +67,12 @@ def _convolution(
             x.shape[2:], padding, dilation, kernel, stride, strict=True
         )
     ]
-    return x.new_zeros((x.shape[0], made, *space)) if min(space) > 0 else None
+    return _zeros(x, (x.shape[0], made, *space)) if min(space) > 0 else None
 
 
 def _mm(left: Tensor, right: Tensor) -> Tensor | None:
     (rows, inner), (other, columns) = left.shape, right.shape
-    return left.new_zeros((rows, columns)) if inner == other and _plain(left, right) else None
+    return _zeros(left, (rows, columns)) if inner == other and _plain(left, right) else None
 
 
 def _addmm(bias: Tensor, left: Tensor, right: Tensor, **scales: Any) -> Tensor | None:
@@ -66,7 +83,7 @@ def _addmm(bias: Tensor, left: Tensor, right: Tensor, **scales: Any) -> Tensor |
 def _bmm(left: Tensor, right: Tensor) -> Tensor | None:
     (batch, rows, inner), (more, other, columns) = left.shape, right.shape
     fits = batch == more and inner == other and _plain(left, right)
-    return left.new_zeros((batch, rows, columns)) if fits else None
+    return _zeros(left, (batch, rows, columns)) if fits else None
 
 
 def _attention(

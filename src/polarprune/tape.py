@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry, shape_wrapper
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .errors import PruneError
-from .standins import STAND_INS
+from .standins import STAND_INS, forget
 
 Mark = Callable[[str, Any], None]
 Shim = Callable[[nn.Module, Mark], Callable[..., Any]]
@@ -321,6 +321,7 @@ def attempt(
     except Exception as error:
         failed = error
     finally:
+        forget()
         for handle in handles:
             handle.remove()
         for module, forward in own.items():

@@ -1,0 +1,222 @@
+"""Claim: a model is ready to prune in seconds, also a large one, and as fast as elsewhere.
+
+From a model to "ready to prune" (operations, groups, cost, trial cuts) beside Torch-Pruning (graph
+and pruner; an optional dependency): ResNet-50, DenseNet-121 and ViT-B/16 at 224 x 224. A Llama of
+1.2 B parameters on the meta device, and its export with real weights in float32. Transformers of
+12 to 96 blocks. Every run is a process of its own, the two libraries in turn; medians; memory is
+the peak above what the process had before. Writes tracing.json (the result with hardware, versions
+and number of runs) beside this file:
+
+    .venv/bin/python benchmarks/tracing.py
+"""
+
+import importlib.metadata
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+MODELS = ("resnet50", "densenet121", "vit_b_16")
+BLOCKS = (12, 24, 48, 96)
+RUNS = 5
+LIMITS = {"llama": (3.0, 1.0), "export": (10.0, None)}  # seconds, GB
+
+
+def resident() -> float:
+    """GB that this process has now."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
+    return pages * resource.getpagesize() / 1e9
+
+
+def measured(work: Callable[[], Any]) -> tuple[Any, dict]:
+    """What it gives; seconds, and how far memory rose (at its peak, in GB)."""
+    before, start = resident(), time.perf_counter()
+    result = work()
+    seconds = time.perf_counter() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    return result, {"seconds": seconds, "memory_gb": max(0.0, peak - before)}
+
+
+def vision(name: str) -> tuple[Any, Any]:
+    import torch
+    from coverage_models import import_torchvision
+
+    torch.manual_seed(0)
+    return import_torchvision().models.get_model(name), torch.randn(1, 3, 224, 224)
+
+
+def llama() -> tuple[Any, Any]:
+    """The shape of Llama 3.2 1B, with attention in plain code, on the meta device."""
+    import torch
+    from coverage_models import import_torchvision
+
+    import_torchvision()  # which transformers imports
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128_256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=64, tie_word_embeddings=True,
+        use_cache=False, attn_implementation="eager",
+    )  # fmt: skip
+    with torch.device("meta"):
+        ids, mask = torch.zeros(1, 64, dtype=torch.long), torch.zeros(1, 1, 64, 64)
+        return LlamaForCausalLM(config), {"input_ids": ids, "attention_mask": mask}
+
+
+# --- one run, in a process of its own -------------------------------------------------------------
+
+
+def half(graph: Any) -> dict:
+    return {name: list(range(max(1, group.size // 2))) for name, group in graph.open.items()}
+
+
+def runs(model: Any, example: Any) -> str:
+    try:
+        model(example)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
+    return "runs"
+
+
+def ours(name: str) -> dict:
+    import polarprune as pp
+
+    model, example = vision(name)
+    graph, facts = measured(lambda: pp.trace(model, example))
+    small = pp.shrink(model, graph, half(graph))
+    return {**facts, "units": graph.units, "half_of_it": runs(small, example)}
+
+
+def theirs(name: str) -> dict:
+    import torch_pruning as tp
+
+    model, example = vision(name)
+    _, graph = measured(lambda: tp.DependencyGraph().build_dependency(model, example))
+    pruner, made = measured(
+        lambda: tp.pruner.MagnitudePruner(
+            model, example, tp.importance.MagnitudeImportance(p=2), pruning_ratio=0.5
+        )
+    )
+    facts = {
+        "graph_seconds": graph["seconds"],
+        "pruner_seconds": made["seconds"],
+        "seconds": graph["seconds"] + made["seconds"],
+        "memory_gb": max(graph["memory_gb"], made["memory_gb"]),
+    }
+    try:
+        pruner.step()
+    except Exception as error:
+        return {**facts, "half_of_it": f"{type(error).__name__}: {str(error)[:100]}"}
+    return {**facts, "half_of_it": runs(model, example)}
+
+
+def large(_: str) -> dict:
+    import polarprune as pp
+
+    model, example = llama()  # without weights: nearly all that is there now are imports
+    graph, facts = measured(lambda: pp.trace(model, example))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return {**facts, "parameters": parameters, "units": graph.units}
+
+
+def export(_: str) -> dict:
+    import torch
+
+    import polarprune as pp
+
+    model, example = llama()
+    graph = pp.trace(model, example)
+    model = model.to_empty(device="cpu")
+    model.tie_weights()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(-0.02, 0.02)
+    small, facts = measured(lambda: pp.shrink(model, graph, half(graph)))
+    return {**facts, "parameters": sum(parameter.numel() for parameter in small.parameters())}
+
+
+def deep(blocks: str) -> dict:
+    import torch
+    from norms import ViT
+
+    import polarprune as pp
+
+    model, x = ViT(3, 32, 4, 192, int(blocks), 3), torch.randn(1, 3, 32, 32)
+    return measured(lambda: pp.trace(model, x))[1]
+
+
+CASES = {"ours": ours, "theirs": theirs, "large": large, "export": export, "deep": deep}
+
+
+# --- all runs -------------------------------------------------------------------------------------
+
+
+def alone(case: str, name: str) -> dict:
+    command = [sys.executable, "-W", "ignore", __file__, case, name]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def repeated(names: list[tuple[str, str]], times: int) -> list[dict]:
+    """The medians for each of these, taken in turn so that noise of the machine meets all."""
+    found: list[list[dict]] = [[] for _ in names]
+    for _ in range(times):
+        for mine, (case, name) in zip(found, names, strict=True):
+            mine.append(alone(case, name))
+    rows = []
+    for mine, (case, name) in zip(found, names, strict=True):
+        seconds = [facts["seconds"] for facts in mine]
+        middle = {
+            key: statistics.median(facts[key] for facts in mine) if "s" in key else value
+            for key, value in mine[0].items()
+            if not isinstance(value, str)
+        }
+        words = {key: value for key, value in mine[0].items() if isinstance(value, str)}
+        rows.append({"case": case, "model": name, **middle, **words, "all_seconds": seconds})
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def main() -> None:
+    import torch
+
+    from polarprune.demo import environment
+
+    others = version("torch-pruning") is not None
+    libraries = ("ours", "theirs") if others else ("ours",)
+    result = {
+        "claim": __doc__.split("\n\n")[0],
+        **environment(),
+        "threads": torch.get_num_threads(),
+        "runs": RUNS,
+        "beside": [
+            row for model in MODELS for row in repeated([(who, model) for who in libraries], RUNS)
+        ],
+        "llama": repeated([("large", "")], RUNS)[0],
+        "export": repeated([("export", "")], 3)[0],
+        "blocks": repeated([("deep", str(blocks)) for blocks in BLOCKS], RUNS),
+    }
+    packages = ("torchvision", "transformers", "torch-pruning")
+    result["versions"].update({name: version(name) for name in packages})
+    result["limits"] = LIMITS
+    (HERE / "tracing.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        print(json.dumps(CASES[sys.argv[1]](sys.argv[2])))
+    else:
+        main()
