@@ -10,6 +10,7 @@ statistics: the mean is the value, the variance is zero.
 from __future__ import annotations
 
 import copy
+import math
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -73,23 +74,29 @@ def write_down(module: nn.Module) -> fx.Graph | None:
     if "forward" in vars(module):
         return None  # replaced by the user; fx would read the one of the class
     double, family = copy.copy(module), type(module)  # what forward remembers must not stay
-    graphs, asked = [], []
+    asked: list[bool] = []
 
     def training(self: nn.Module) -> bool:
         asked.append(True)
         return bool(vars(self)["training"])
 
-    double.__class__ = type(family.__name__, (family,), {"training": property(training)})
     try:
-        for vars(double)["training"] in (True, False):
-            graphs.append(_Shallow().trace(double))
-            if not asked:
-                return graphs[0]
-    except Exception:  # whatever the user's code does with a proxy
-        return None
-    if str(graphs[0]) != str(graphs[1]):
-        return None  # train and eval mode take different ways
-    return graphs[0]
+        double.__class__ = type(family.__name__, (family,), {"training": property(training)})
+    except Exception:  # a class that minds being derived from
+        asked.append(True)
+    ways: tuple[Any, ...] = ((), (math,))  # to have functions of numbers written down takes longer
+    for wrapped in ways:
+        try:
+            graphs = []
+            for vars(double)["training"] in (True, False):
+                graphs.append(_Shallow(wrapped).trace(double))
+                if not asked:
+                    return graphs[0]
+        except Exception:  # whatever the user's code does with a proxy
+            continue
+        # else train and eval mode take different ways
+        return graphs[0] if str(graphs[0]) == str(graphs[1]) else None
+    return None
 
 
 def owner_of(path: str, modules: dict[str, nn.Module]) -> str:

@@ -167,7 +167,8 @@ def measure(model: nn.Module, graph: Graph) -> Cost:
     sums: dict[int, _Sum] = {}  # by the bytes of an element
     for name, tensor in model.named_parameters():
         size = tensor.element_size()
-        sums.setdefault(size, _Sum(graph)).add(*_term(graph, name, tensor))
+        sums[size] = sums.get(size) or _Sum(graph)
+        sums[size].add(*_term(graph, name, tensor))
     parts = {
         "macs": macs.done(),
         "params": _total(graph, [(1, part) for part in sums.values()]),

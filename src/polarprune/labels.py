@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ class Labels:
         self.axes: list[Axis] = []
         self._pairs: list[Tensor] = []  # joined since roots were looked for
         self._root = torch.arange(0)
+        self._joined: dict[Any, tuple[Tensor, Tensor]] = {}  # by where they lie, kept there
         self._frozen: list[tuple[Tensor, str]] = []
 
     def fresh(self, size: int) -> Tensor:
@@ -51,8 +53,10 @@ class Labels:
         return layers
 
     def join(self, left: Tensor, right: Tensor) -> None:
-        """Element by element after broadcasting."""
-        if left is not right:
+        """Element by element after broadcasting; the next tape often says the same once more."""
+        key = (_place(left), _place(right))
+        if key[0] != key[1] and key not in self._joined:
+            self._joined[key] = left, right
             a, b = torch.broadcast_tensors(left, right)
             self._pairs.append((a * _WIDE + b).flatten())
 
@@ -85,6 +89,10 @@ class Labels:
         frozen = (first < len(self._frozen)).nonzero().flatten()
         numbers = first[frozen].tolist()
         return {k: self._frozen[n][1] for k, n in zip(frozen.tolist(), numbers, strict=True)}
+
+
+def _place(layer: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    return layer.data_ptr(), layer.shape, layer.stride()
 
 
 def _connected(root: Tensor, a: Tensor, b: Tensor) -> Tensor:

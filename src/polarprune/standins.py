@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 _memory: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 
