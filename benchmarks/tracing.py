@@ -24,7 +24,7 @@ from typing import Any
 HERE = Path(__file__).parent
 MODELS = ("resnet50", "densenet121", "vit_b_16")
 BLOCKS = (12, 24, 48, 96)
-RUNS = 5
+RUNS = 3
 LIMITS = {"llama": (3.0, 1.0), "export": (10.0, None)}  # seconds, GB
 
 
@@ -173,7 +173,7 @@ def repeated(names: list[tuple[str, str]], times: int) -> list[dict]:
     for mine, (case, name) in zip(found, names, strict=True):
         seconds = [facts["seconds"] for facts in mine]
         middle = {
-            key: statistics.median(facts[key] for facts in mine) if "s" in key else value
+            key: statistics.median(facts[key] for facts in mine)
             for key, value in mine[0].items()
             if not isinstance(value, str)
         }
