@@ -10,7 +10,8 @@ import json
 import statistics
 from pathlib import Path
 
-from polarprune.demo import Demo, Settings, environment
+from polarprune.bench import environment
+from polarprune.demo import Demo, Settings
 
 HERE = Path(__file__).parent
 SEEDS = (0, 1, 2)

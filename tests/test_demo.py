@@ -7,6 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 import polarprune as pp
+from polarprune.bench import side_by_side
 from polarprune.cli import app
 from polarprune.demo import Demo, DigitsNet, Settings, load_digits
 
@@ -91,3 +92,42 @@ def test_report_prints_a_stored_report_and_writes_a_page(written, tmp_path):
 def test_report_of_a_file_that_is_none_is_one_clear_line(tmp_path):
     result = CliRunner().invoke(app, ["report", str(tmp_path / "none.json")])
     assert result.exit_code == 1 and "none.json" in result.output
+
+
+def test_bench_puts_a_pruned_model_beside_the_original(written):
+    out, _ = written
+    file = str(out / "small.safetensors")
+    asked = ["bench", "polarprune.demo:DigitsNet", "--shape", "4,1,8,8", "--small", file]
+    result = CliRunner().invoke(app, [*asked, "--runs", "3"])
+    assert result.exit_code == 0, result.output
+    lines = [line for line in result.output.splitlines() if "%" in line]
+    assert len(lines) == 2 and "(100.0%)" in lines[0] and "small.safetensors" in lines[1]
+    assert "median of 3 runs, batch of 4" in result.output
+
+
+def test_bench_of_another_model_is_one_clear_line(written, tmp_path):
+    out, _ = written
+    file = str(out / "small.safetensors")
+    result = CliRunner().invoke(
+        app, ["bench", "torch.nn:Identity", "--shape", "4,1", "--small", file]
+    )
+    assert result.exit_code == 1 and result.output.startswith("PruneError")
+
+
+def test_models_are_timed_in_turn_and_left_as_they_were():
+    calls = []
+
+    class Noted(torch.nn.Linear):
+        def forward(self, x):
+            calls.append((self.out_features, self.training))
+            return super().forward(x)
+
+    models = {"wide": Noted(3, 8).train(), "narrow": Noted(3, 2).eval()}
+    found = side_by_side(models, torch.randn(5, 3), runs=4, warm_up=1)
+    assert calls[:10] == [(8, False), (2, False)] * 5
+    assert models["wide"].training and not models["narrow"].training
+    for name, width in (("wide", 8), ("narrow", 2)):
+        one = found[name]
+        assert len(one.milliseconds) == 4 and all(t > 0 for t in one.milliseconds)
+        assert (one.macs, one.params, one.batch) == (5 * 3 * width, 4 * width, 5)
+        assert one.throughput == pytest.approx(5e3 / one.median)

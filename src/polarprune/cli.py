@@ -1,4 +1,4 @@
-"""The command line: `polarprune demo`, `inspect`, `report`."""
+"""The command line: `polarprune demo`, `inspect`, `bench`, `report`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import nn
 
-from .checkpoint import save
+from .bench import Timing, environment, side_by_side
+from .checkpoint import load, save
 from .demo import Demo, Settings
 from .errors import PruneError
 from .pictures import save_gate_histogram
@@ -120,14 +121,64 @@ def inspect(
     keep: Annotated[list[str] | None, typer.Option(help="module names to leave whole")] = None,
 ) -> None:
     """Show the groups of a model: what can be pruned, what cannot and why, what it costs."""
-    sys.path.insert(0, "")
-    path, _, name = model.partition(":")
     try:
-        made = getattr(importlib.import_module(path), name)()
-        inputs = tuple(torch.randn([int(n) for n in text.split(",")]) for text in shape)
-        console.print(str(trace(made, inputs, keep=keep or ())), soft_wrap=True, markup=False)
+        console.print(str(trace(_made(model), _inputs(shape), keep=keep or ())), soft_wrap=True,
+                      markup=False)  # fmt: skip
     except (PruneError, ImportError, AttributeError, ValueError) as error:
         _fail(error)
+
+
+def _made(model: str) -> nn.Module:
+    sys.path.insert(0, "")
+    path, _, name = model.partition(":")
+    made: nn.Module = getattr(importlib.import_module(path), name)()
+    return made
+
+
+def _inputs(shapes: list[str]) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn([int(n) for n in text.split(",")]) for text in shapes)
+
+
+@app.command()
+def bench(
+    model: Annotated[str, typer.Argument(help="package.module:callable that makes the model")],
+    shape: Annotated[list[str], typer.Option(help="shape of an input, as 1,3,224,224")],
+    small: Annotated[list[Path] | None, typer.Option(help="pruned file of it, beside it")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    threads: Annotated[int, typer.Option(help="on the CPU; 0: as torch has it")] = 0,
+    runs: Annotated[int, typer.Option(help="of each model, in turn")] = 60,
+) -> None:
+    """Measure how long a model takes, and pruned ones beside it."""
+    if threads:
+        torch.set_num_threads(threads)
+    try:
+        models = {model.rpartition(":")[2]: _made(model).to(device)}
+        for file in small or []:
+            models[file.name] = load(file, model=_made(model)).to(device)
+        inputs = tuple(x.to(device) for x in _inputs(shape))
+        found = side_by_side(models, inputs, runs=runs)
+    except (PruneError, ImportError, AttributeError, ValueError, RuntimeError) as error:
+        _fail(error)
+    _show_times(found)
+    where = environment()["machine"]
+    used = f", {torch.get_num_threads()} threads" if device == "cpu" else ""
+    console.print(f"median of {runs} runs, batch of {next(iter(found.values())).batch}; "
+                  f"{where}{used}, torch {torch.__version__}", markup=False)  # fmt: skip
+
+
+def _show_times(found: dict[str, Timing]) -> None:
+    table = Table(box=None, padding=(0, 1))
+    for column in ("model", "ms", "a second", "MACs", "params", "faster"):
+        table.add_column(column, justify="left" if column == "model" else "right", no_wrap=True)
+    first = next(iter(found.values()))
+    for name, one in found.items():
+        table.add_row(
+            name, f"{one.median:.2f}", f"{one.throughput:,.0f}",
+            f"{one.macs / 1e6:,.1f} M ({one.macs / max(first.macs, 1):.1%})",
+            f"{one.params / 1e6:,.2f} M ({one.params / max(first.params, 1):.1%})",
+            f"{first.median / one.median:.2f} ×",
+        )  # fmt: skip
+    console.print(table)
 
 
 @app.command()

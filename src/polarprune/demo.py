@@ -6,10 +6,6 @@ scikit-learn brings the data (1,797 images of 8×8), so that nothing has to be d
 from __future__ import annotations
 
 import copy
-import os
-import platform
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .bench import environment, side_by_side
 from .errors import PruneError
 from .pruner import Pruner
 from .report import Report
@@ -217,21 +214,5 @@ def compare(gated: nn.Module, small: nn.Module, x: Tensor) -> dict[str, Any]:
 
 def latency(before: nn.Module, after: nn.Module, x: Tensor, runs: int = 60) -> dict[str, Any]:
     """Median milliseconds of a forward pass, the two models in turn."""
-    times: dict[str, list[float]] = {"before": [], "after": []}
-    models = {"before": before.eval(), "after": after.eval()}
-    with torch.inference_mode():
-        for turn in range(runs + 10):
-            for name, model in models.items():
-                start = time.perf_counter()
-                model(x)
-                if turn >= 10:
-                    times[name].append((time.perf_counter() - start) * 1e3)
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    return {**medians, "runs": runs, "batch": len(x)}
-
-
-def environment() -> dict[str, Any]:
-    return {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, CPU only",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-    }
+    found = side_by_side({"before": before, "after": after}, x, runs=runs)
+    return {**{name: one.median for name, one in found.items()}, "runs": runs, "batch": len(x)}

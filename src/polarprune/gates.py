@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .groups import Graph
+from .groups import Graph, stays
 from .norms import weigh, weight_of
 from .surgery import spread
 from .tape import named_tensors
@@ -104,15 +104,26 @@ def install(model: nn.Module, graph: Graph) -> dict[str, Gate]:
     gates = {
         name: Gate(group.size, dtype=dtype).to(like.device) for name, group in graph.open.items()
     }
+    place(model, graph, gates, torch.ones(graph.units, dtype=torch.bool, device="cpu"))
+    return gates
+
+
+def place(model: nn.Module, graph: Graph, gates: dict[str, Gate], alive: Tensor) -> None:
+    """Put gates into a model that has the units that are alive."""
     tensors = dict(named_tensors(model))
-    weigh(model, graph, lambda units: GateVector(*_local(graph, gates, units)).to(like.device))
-    owners = {name: _owners(model, tensors[name]) for name in graph.sites}
-    for name, axes in graph.sites.items():
+    home = next(iter(gates.values())).alpha.device
+
+    def local(units: Tensor) -> tuple[list[Gate], Tensor]:
+        return _local(graph, gates, units[stays(units, alive)], alive)
+
+    weigh(model, graph, lambda units: GateVector(*local(units)).to(home))
+    sites = {name: axes for name, axes in graph.sites.items() if name in tensors}
+    owners = {name: _owners(model, tensors[name]) for name in sites}
+    for name, axes in sites.items():
         for axis, units in axes.items():
-            weight = GatedWeight(*_local(graph, gates, units), axis).to(tensors[name].device)
+            weight = GatedWeight(*local(units), axis).to(tensors[name].device)
             for owner, leaf in owners[name]:
                 parametrize.register_parametrization(owner, leaf, weight)
-    return gates
 
 
 def _owners(model: nn.Module, tensor: Tensor) -> list[tuple[nn.Module, str]]:
@@ -126,15 +137,19 @@ def _owners(model: nn.Module, tensor: Tensor) -> list[tuple[nn.Module, str]]:
     ]
 
 
-def _local(graph: Graph, gates: dict[str, Gate], units: Tensor) -> tuple[list[Gate], Tensor]:
+def _local(
+    graph: Graph, gates: dict[str, Gate], units: Tensor, alive: Tensor
+) -> tuple[list[Gate], Tensor]:
     """The gates that an axis needs, and its units counted among these (-1: no gate)."""
     needed: list[Gate] = []
     local = torch.full_like(units, -1)
+    rank = torch.cumsum(alive, 0) - 1  # among the units that are alive
     start = 0
     for name, group in graph.open.items():
         mine = (units >= group.offset) & (units < group.offset + group.size)
         if bool(mine.any()):
-            local[mine] = units[mine] - group.offset + start
+            before = int(alive[: group.offset].sum())
+            local[mine] = rank[units[mine]] - before + start
             needed.append(gates[name])
-            start += group.size
+            start += int(alive[group.offset : group.offset + group.size].sum())
     return needed, local

@@ -186,10 +186,11 @@ def weight_of(gates: Tensor) -> Tensor:
 
 def weigh(model: nn.Module, graph: Graph, make: Callable[[Tensor], nn.Module]) -> None:
     """Let the norms over open channels take their weights from what `make(units)` gives."""
+    modules = dict(model.named_modules())
     for path, units in graph.weights.items():
-        module = model.get_submodule(path)
-        with_forward(module, graph.weighted[path])
-        module.add_module(WEIGHTS, make(units))
+        if path in modules:  # else it went with its branch
+            with_forward(modules[path], graph.weighted[path])
+            modules[path].add_module(WEIGHTS, make(units))
 
 
 def unweigh(model: nn.Module) -> None:

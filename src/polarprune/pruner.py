@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_map_only
 
 from .budget import Budget
+from .compact import Rebuild, gates_in, plan_of, skeleton
 from .errors import PruneError
 from .flow import Rule
-from .gates import Gate, install
+from .gates import Gate, gate_value, install
 from .groups import Graph, Plan
 from .proof import count_macs, in_double, prove_equal
-from .prox import prox_l1
 from .report import Report
 from .schedule import Schedule
+from .settings import check_prunable, check_settings
+from .stepper import Stepper
 from .surgery import plain, shrink
 from .tape import Example
 from .trace import survey
@@ -43,6 +45,7 @@ class Pruner:
         schedule: how ε and the cost go down.
         rules: rules for operations that are not known, `{torch.ops.…: rule}` (see `trace`).
         norms: open channels that layer, RMS and group norms mix (see `trace`).
+        compact: "auto" calls `compact()` a few times, whenever a fifth of the MACs has gone.
     """
 
     def __init__(
@@ -59,20 +62,24 @@ class Pruner:
         schedule: Schedule = Schedule(),
         rules: Mapping[Any, Rule] | None = None,
         norms: bool = False,
+        compact: str | None = None,
     ) -> None:
-        limits = _check_settings(macs, params, lam, steps, multiple_of)
+        limits = check_settings(macs, params, lam, steps, multiple_of, compact)
         self.model, self.example = model, example_inputs
         self.lam, self.steps, self.schedule = lam, steps, schedule
         self.multiple_of = multiple_of
         self.graph: Graph = survey(
             model, example_inputs, keep=keep, rules=rules, norms=norms, numbers=True
         )
-        _check_prunable(self.graph)
+        check_prunable(self.graph)
         self.budget = Budget(self.graph, limits or {"macs": 0.0}, multiple_of)
         if limits:
             self.budget.check_reachable()
         self.limits = limits
+        self._bare = skeleton(model)
+        self._present = torch.ones(self.graph.units, dtype=torch.bool, device="cpu")
         self.gates: dict[str, Gate] = install(model, self.graph)
+        self._stepper = Stepper(self.gates, self.budget.owner, schedule, steps)
         self.step_count = 0
         self.landed = False
         self.rate = 0.0  # λη, the scale of the proximal step
@@ -81,7 +88,9 @@ class Pruner:
         self._optimizer: Optimizer | None = None
         self._lr: float | None = None
         self._every = max(1, steps // _CONTROLS)
-        self._move(self._flat().device)
+        self.copies: list[nn.Module] = []  # of the gated model (averages), cut when it is
+        self._compacts = compact == "auto"
+        self._compacted = 1.0  # share of MACs when it last was
         self._control()
 
     # --- in the training loop ---------------------------------------------------------------------
@@ -120,15 +129,32 @@ class Pruner:
                 "step: with lam= the pruner has to know the gates' learning rate: build the "
                 "optimizer with pruner.param_groups(lr=...), and attach it."
             )
-        due = self.step_count + 1 in (self.schedule.deadline(self.steps), self.steps)
-        due = due or (self.step_count + 1) % self._every == 0
-        if due:
+        captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if not captured and self._is_due():
             self._check_finite(self._flat())
-        self._shrink()
+        self._stepper.follow()
+        if self.lam is not None:
+            self._stepper.scale.copy_(torch.as_tensor(self.lam * self._gate_lr()))
+        self._stepper()
+        if not captured:
+            self._count()
+
+    def replayed(self) -> None:
+        """The host's part, after a replay of a CUDA graph that holds the optimizer's step."""
+        self._check_steps_left()
+        if self._is_due():
+            self._check_finite(self._flat())
+        self._count()
+
+    def _is_due(self) -> bool:
+        """True if the host is to look at the gates after this step."""
+        step = self.step_count + 1
+        last = (self.schedule.deadline(self.steps), self.steps)
+        return step in last or step % self._every == 0
+
+    def _count(self) -> None:
+        due = self._is_due()
         self.step_count += 1
-        eps = self.schedule.eps(self.step_count, self.steps)
-        for gate in self.gates.values():
-            gate.eps.fill_(eps)
         if due:
             self._control()
 
@@ -161,45 +187,15 @@ class Pruner:
         if len(found) < len(mine):
             raise PruneError(f"attach: the optimizer does not hold the gates: {remedy}.")
 
-    # --- the proximal step, on the device ---------------------------------------------------------
-
-    @torch.no_grad()
-    def _shrink(self) -> None:
-        alpha = self._flat()
-        if alpha.device != self._live.device:
-            self._move(alpha.device)
-        alpha = alpha * self._live  # momentum must not revive what is closed
-        scale = self.rate if self.lam is None else self.lam * self._gate_lr()
-        if scale:
-            shrunk = prox_l1(
-                alpha,
-                self._owner,
-                self._q,
-                self._b,
-                scale,
-                sweeps=self.schedule.sweeps,
-                cap=self.schedule.cap(self.steps),
-            )
-            alpha = torch.where(self._pulled, shrunk, alpha)
-        small = alpha.abs() < self.schedule.floor
-        held = torch.where(alpha < 0, -self.schedule.floor, self.schedule.floor).to(alpha)
-        held = torch.where(self._closable, torch.zeros_like(alpha), held * self._live)
-        self._put(torch.where(small, held, alpha))
-
-    def _gate_lr(self) -> float:
+    def _gate_lr(self) -> Any:
+        """A number, or a tensor where the optimizer is to be captured."""
         if self._optimizer is None:
             return self._lr or 0.0
         first = id(self._alphas()[0])
         for group in self._optimizer.param_groups:
             if any(id(p) == first for p in group["params"]):
-                return float(group["lr"])
+                return group["lr"]
         raise AssertionError("attach made sure that the gates are there")
-
-    def _put(self, alpha: Tensor) -> None:
-        self._live = alpha != 0
-        alphas = self._alphas()
-        parts = list(alpha.split([len(a) for a in alphas]))
-        torch._foreach_copy_(list[Tensor](alphas), parts)
 
     # --- the budget, on the host ------------------------------------------------------------------
 
@@ -211,14 +207,16 @@ class Pruner:
             alpha = alpha if self.landed else self._land(alpha)
         elif self.lam is not None and self.step_count == self.steps:
             self.budget.even_out(alpha)
-            self._put(alpha.to(self._flat()))
+            self._stepper.put(alpha)
         alpha = self._settle(alpha)
         n = self.budget.widths(alpha)
         q, b = self.budget.combined(n)
-        device = self._live.device
-        self._q, self._b = q.to(device), b.to(device)
+        self._stepper.q.copy_(q)
+        self._stepper.b.copy_(b)
         self._aim(alpha, n)
         self._record(alpha, n)
+        if self._compacts and self.step_count < self.steps and self._pays():
+            self.compact()
 
     def _aim(self, alpha: Tensor, n: Tensor) -> None:
         """Set the rate, which entries it pulls at, and which of these may reach zero."""
@@ -235,21 +233,22 @@ class Pruner:
                 self.rate = max(self.rate, float(blocks.key[k - 1]) / ahead if k else 0.0)
             usable = max(0, self.budget.needed(n, blocks, 0.0) - 1)
         closable = (blocks.member >= 0) & (blocks.member < usable)
-        device = self._live.device
-        self._closable = closable.to(device)
-        self._pulled = self._closable if usable == 0 else (blocks.member >= 0).to(device)
+        self._stepper.closable.copy_(closable)
+        self._stepper.pulled.copy_(closable if usable == 0 else blocks.member >= 0)
+        if self.lam is None:
+            self._stepper.scale.fill_(self.rate)
 
     def _settle(self, alpha: Tensor) -> Tensor:
         """Close what is read only by layers of which nothing is left: it has lost its meaning."""
         settled = self.graph.settle(alpha != 0)
         if bool((settled != (alpha != 0)).any()):
             alpha = alpha * settled
-            self._put(alpha.to(self._flat()))
+            self._stepper.put(alpha)
         return alpha
 
     def _land(self, alpha: Tensor) -> Tensor:
         alpha = self.budget.land(alpha)
-        self._put(alpha.to(self._flat()))
+        self._stepper.put(alpha)
         self.landed = True
         return alpha
 
@@ -263,9 +262,9 @@ class Pruner:
             )
 
     def _record(self, alpha: Tensor, n: Tensor) -> None:
-        values = torch.cat([gate.values().detach().double().cpu() for gate in self.gates.values()])
+        values = gate_value(alpha, self.schedule.eps(self.step_count, self.steps))
         share = self.graph.cost.share(n)
-        lr = self._gate_lr()
+        lr = float(self._gate_lr())
         self.history.append(
             {
                 "step": self.step_count,
@@ -285,17 +284,13 @@ class Pruner:
         return [(name, gate.alpha) for name, gate in self.gates.items()]
 
     def _alphas(self) -> list[nn.Parameter]:
-        return [gate.alpha for gate in self.gates.values()]
+        return self._stepper.alphas
 
     def _flat(self) -> Tensor:
-        return torch.cat([alpha.detach() for alpha in self._alphas()])
+        return self._stepper.flat()
 
-    def _move(self, device: torch.device) -> None:
-        self._live = (self._flat() != 0).to(device)
-        self._owner = self.budget.owner.to(device)
-        for name in ("_q", "_b", "_closable", "_pulled"):
-            if hasattr(self, name):
-                setattr(self, name, getattr(self, name).to(device))
+    def _sizes(self) -> list[int]:
+        return [group.size for group in self.graph.open.values()]
 
     def _widths(self) -> Tensor:
         return self.budget.widths(self._flat().cpu())
@@ -306,10 +301,7 @@ class Pruner:
 
     def plan(self) -> Plan:
         """Group name -> indices of the channels that are alive; plain data."""
-        return {
-            name: (alpha.detach() != 0).nonzero().flatten().tolist()
-            for name, alpha in self._named_alphas()
-        }
+        return plan_of(self.graph, self._flat().cpu() != 0)
 
     def _settings(self) -> dict[str, Any]:
         goal = self.limits if self.lam is None else {"lam": self.lam}
@@ -335,13 +327,70 @@ class Pruner:
             notes=list(self.graph.notes),
         )
 
+    # --- smaller while it trains ------------------------------------------------------------------
+
+    def compact(
+        self,
+        *,
+        optimizer: Optimizer | None = None,
+        copies: Iterable[nn.Module] | None = None,
+        verify: bool = True,
+    ) -> None:
+        """Take out what is closed, in place; training goes on as if nothing had happened, faster.
+
+        Parameters stay the objects they are, cut, and so does the state of the optimizer: of the
+        one that is attached, or of the one given. `copies` are other copies of the gated model
+        that live beside it, such as `torch.optim.swa_utils.AveragedModel` (if not given, those in
+        `pruner.copies`). What was built around
+        the shapes of the model has to be built anew: DistributedDataParallel, a captured CUDA
+        graph. Compiled models compile again by themselves.
+        """
+        optimizer = optimizer or self._optimizer
+        rebuild = Rebuild(self._bare, self.graph, self._present, self._flat().cpu() != 0)
+        if torch.equal(rebuild.after, rebuild.before):
+            return
+        if optimizer is not None:
+            rebuild.check(optimizer)
+        if verify:
+            trial = copy.deepcopy(self.model)
+            rebuild.gated(trial, gates_in(trial, self.model, self.gates))
+            double = self._flat().dtype == torch.float64
+            prove_equal(self.model, trial, self._example_here(), 1e-10 if double else 1e-4)
+        for other in map(_inner, self.copies if copies is None else copies):
+            rebuild.gated(other, gates_in(other, self.model, self.gates))
+        self._take_out(rebuild, optimizer)
+
+    def _pays(self) -> bool:
+        """Shapes that change cost time (kernels are chosen, code is compiled): a few times will do.
+
+        A fifth of the MACs has gone; or less, but no more will.
+        """
+        share = self.history[-1]["macs"]
+        return bool(share <= (0.95 if self.landed else 0.8) * self._compacted)
+
+    def _take_out(self, rebuild: Rebuild, optimizer: Optimizer | None) -> None:
+        if torch.equal(rebuild.after, rebuild.before):
+            return
+        rebuild.gated(self.model, self.gates, optimizer)
+        self._present = rebuild.after
+        self._stepper.take_out(rebuild.after)
+        self._compacted = self.graph.cost.share(self._widths())["macs"]
+
+    def _cut(self, gated: nn.Module) -> nn.Module:
+        """What is left of a gated model, without gates."""
+        small = plain(gated)
+        if bool(self._present.all()):
+            return shrink(small, self.graph, self.plan())
+        Rebuild(self._bare, self.graph, self._present, self._flat().cpu() != 0)(small)
+        return small
+
     # --- out --------------------------------------------------------------------------------------
 
     def export(self, verify: bool = True) -> nn.Module:
         """A new, plain, small model, proved equal to the gated one, which stays as it is."""
         self._check_finite(self._flat())
         self._check_done()
-        small = shrink(plain(self.model), self.graph, self.plan())
+        small = self._cut(self.model)
         if verify:
             example = self._example_here()
             self.proof = self._prove(small, example)
@@ -356,7 +405,7 @@ class Pruner:
             return prove_equal(self.model, small, example, 1e-5)
         except PruneError:
             gated, double = in_double(self.model, example)  # cut anew: folding rounds as well
-            found = prove_equal(gated, shrink(plain(gated), self.graph, self.plan()), double, 1e-10)
+            found = prove_equal(gated, self._cut(gated), double, 1e-10)
             return {f"{mode}, in float64": value for mode, value in found.items()}
 
     def _check_done(self) -> None:
@@ -406,20 +455,24 @@ class Pruner:
             "step": self.step_count,
             "landed": self.landed,
             "rate": self.rate,
-            "alpha": {name: alpha.detach().clone() for name, alpha in self._named_alphas()},
-            "closable": self._closable.clone(),
-            "pulled": self._pulled.clone(),
-            "q": self._q.clone(),
-            "b": self._b.clone(),
+            "alpha": dict(zip(self.gates, self._flat().split(self._sizes()), strict=True)),
+            "present": self._present.clone(),
+            "compacted": self._compacted,
+            "stepper": self._stepper.state(),
             "history": copy.deepcopy(self.history),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        sizes = {name: len(alpha) for name, alpha in self._named_alphas()}
-        if {name: len(alpha) for name, alpha in state["alpha"].items()} != sizes:
+        """Go on from there. After `compact()` this comes before the model's and the optimizer's.
+
+        The model is brought to the widths that it had, which the other states then fit.
+        """
+        present, sizes = state["present"].cpu(), dict(zip(self.gates, self._sizes(), strict=True))
+        same = {name: len(alpha) for name, alpha in state["alpha"].items()} == sizes
+        if not same or bool((present & ~self._present).any()):
             raise PruneError(
                 "load_state_dict: the state has other groups than this model; build the Pruner "
-                "with the same model, example, keep=[...], rules={...} and norms."
+                "with the same fresh model, example, keep=[...], rules={...} and norms."
             )
         if state["settings"] != self._settings():
             raise PruneError(
@@ -428,50 +481,12 @@ class Pruner:
             )
         self.step_count, self.landed = state["step"], state["landed"]
         self.rate, self.history = state["rate"], copy.deepcopy(state["history"])
-        with torch.no_grad():
-            for name, gate in self.gates.items():
-                gate.alpha.copy_(state["alpha"][name])
-                gate.eps.fill_(self.schedule.eps(self.step_count, self.steps))
-        self._closable, self._pulled = state["closable"], state["pulled"]
-        self._q, self._b = state["q"], state["b"]
-        self._move(self._flat().device)
+        self._take_out(Rebuild(self._bare, self.graph, self._present, present), self._optimizer)
+        self._compacted = state["compacted"]
+        self._stepper.put(torch.cat(list(state["alpha"].values())))
+        self._stepper.load(state["stepper"])
 
 
-def _check_settings(
-    macs: float | None, params: float | None, lam: float | None, steps: int, multiple_of: int
-) -> dict[str, float]:
-    limits = {k: v for k, v in (("macs", macs), ("params", params)) if v is not None}
-    if lam is not None and limits:
-        raise PruneError(
-            f"conflicting settings: lam={lam} leaves the ratio open, {' and '.join(limits)} set "
-            f"it. Give a budget or lam, not both."
-        )
-    if lam is None and not limits:
-        raise PruneError("no goal: give a budget (macs=0.5, params=0.3) or lam=...")
-    for key, value in limits.items():
-        if not isinstance(value, (int, float)) or not 0 < value < 1:
-            raise PruneError(
-                f"{key}={value!r}: a budget is a fraction of the original, between 0 and 1 "
-                f"(macs=0.5 is half of the MACs)."
-            )
-    if lam is not None and not (isinstance(lam, (int, float)) and 0 < lam < math.inf):
-        raise PruneError(f"lam={lam!r}: must be positive and finite.")
-    if not _whole(steps):
-        raise PruneError(f"steps={steps!r}: give the number of optimizer steps of the training.")
-    if not _whole(multiple_of):
-        raise PruneError(f"multiple_of={multiple_of!r}: must be a positive whole number.")
-    return limits
-
-
-def _whole(number: Any) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= 1
-
-
-def _check_prunable(graph: Graph) -> None:
-    if not graph.open:
-        reasons = dict.fromkeys(g.reason for g in graph.groups.values()) or ["there are none"]
-        raise PruneError(
-            "no prunable channels: every group stays whole ("
-            + "; ".join(list(reasons)[:3])
-            + "). Print polarprune.trace(model, example) for the whole list."
-        )
+def _inner(model: nn.Module) -> nn.Module:
+    """The model inside a wrapper that averages it."""
+    return model.module if isinstance(model, AveragedModel) else model

@@ -1,0 +1,242 @@
+"""Claim: a gated training step costs what a plain one costs.
+
+Side by side in one run: a whole step (forward, backward, optimizer, proximal step) of the plain
+model, of the gated one, and of the naive way, which multiplies gates into activations instead of
+weights. Turns alternate; the ratios are of medians. Writes overhead.json beside this file:
+
+    python benchmarks/overhead.py            # what this machine has: CPU, and GPU cases if there
+    python benchmarks/overhead.py resnet56   # one case
+"""
+
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import polarprune as pp
+
+HERE = Path(__file__).parent
+STORE = HERE / "overhead.json"
+STEPS = 1_000_000  # announced; the gates are pulled at, and none closes while it is measured
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a network is trained here."""
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    device: str
+    way: str  # eager, captured in a CUDA graph, or compiled
+    turns: int
+    steps: int  # in a turn
+
+
+class Basic(nn.Module):
+    def __init__(self, wide: int, narrow: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(wide, narrow, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(narrow)
+        self.conv2 = nn.Conv2d(narrow, narrow, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(narrow)
+        self.short: nn.Module = nn.Identity()
+        if stride > 1 or wide != narrow:
+            conv = nn.Conv2d(wide, narrow, 1, stride, bias=False)
+            self.short = nn.Sequential(conv, nn.BatchNorm2d(narrow))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        return F.relu(y + self.short(x))
+
+
+def resnet56() -> nn.Module:
+    blocks, wide = [], 16
+    for stage, width in enumerate((16, 32, 64)):
+        for number in range(9):
+            blocks.append(Basic(wide, width, 2 if stage and not number else 1))
+            wide = width
+    stem = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+
+def vision(name: str, **options: Any) -> nn.Module:
+    import coverage_models
+
+    models = coverage_models.import_torchvision().models
+    model: nn.Module = models.get_model(name, weights=None, **options)
+    return model
+
+
+def mobilenetv2() -> nn.Module:
+    """For images of 32 × 32: the first two strides are 1."""
+    model = vision("mobilenet_v2", num_classes=10)
+    for module in [m for m in model.modules() if isinstance(m, nn.Conv2d) and m.stride == (2, 2)][
+        :2
+    ]:
+        module.stride = (1, 1)
+    return model
+
+
+CASES = {
+    "resnet18": Case(lambda: vision("resnet18"), (32, 3, 128, 128), "cpu", "eager", 9, 1),
+    "resnet56": Case(resnet56, (256, 3, 32, 32), "cuda", "captured", 7, 40),
+    "mobilenetv2": Case(mobilenetv2, (256, 3, 32, 32), "cuda", "captured", 7, 20),
+    "resnet50": Case(lambda: vision("resnet50"), (128, 3, 224, 224), "cuda", "compiled", 7, 8),
+    "vit_b_16": Case(lambda: vision("vit_b_16"), (128, 3, 224, 224), "cuda", "compiled", 7, 8),
+}
+
+
+def naive(model: nn.Module, example: Tensor) -> list[nn.Parameter]:
+    """Gates on activations, before every layer that merges channels."""
+    graph = pp.trace(model, example)
+    gates = {name: pp.Gate(group.size).to(example.device) for name, group in graph.open.items()}
+    units = {name: range(g.offset, g.offset + g.size) for name, g in graph.open.items()}
+
+    def before(gate: pp.Gate, axis: int) -> Callable[..., Any]:
+        def multiply(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            shape = [1] * args[0].dim()
+            shape[axis] = -1
+            return (args[0] * gate.values().to(args[0].dtype).reshape(shape), *args[1:])
+
+        return multiply
+
+    modules = dict(model.named_modules())
+    for tensor, axes in graph.sites.items():
+        module = modules[tensor.rpartition(".")[0]]
+        kept = next(iter(axes.values())).tolist()
+        for name, mine in units.items():
+            if kept == list(mine) and isinstance(module, (nn.Conv2d, nn.Linear)):
+                axis = 1 if isinstance(module, nn.Conv2d) else -1
+                module.register_forward_pre_hook(before(gates[name], axis))
+    return [gate.alpha for gate in gates.values()]
+
+
+class Training:
+    """One variant of a case, ready to take steps."""
+
+    def __init__(self, case: Case, variant: str) -> None:
+        torch.manual_seed(0)
+        self.pruner: pp.Pruner | None = None
+        images = torch.randn(case.shape, device=case.device)
+        labels = torch.randint(0, 10, (case.shape[0],), device=case.device)
+        model = case.make().to(case.device)
+        if case.device == "cuda" and case.way == "compiled":
+            model, images = (x.to(memory_format=torch.channels_last) for x in (model, images))
+        groups: list[dict[str, Any]] = [{"params": list(model.parameters()), "lr": 1e-3}]
+        if variant == "gated":
+            self.pruner = pp.Pruner(model, images[:2], macs=0.5, steps=STEPS)
+            groups = self.pruner.param_groups(lr=1e-3)
+        elif variant == "naive":
+            groups.append({"params": naive(model, images[:2]), "lr": 1e-4})
+        optimizer = torch.optim.SGD(groups, momentum=0.9, foreach=True)
+        if self.pruner is not None:
+            self.pruner.attach(optimizer)
+        model.train()
+        run = torch.compile(model, fullgraph=True) if case.way == "compiled" else model
+
+        def step() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            with torch.autocast(case.device, torch.bfloat16, enabled=case.device == "cuda"):
+                loss = F.cross_entropy(run(images), labels)
+            loss.backward()
+            optimizer.step()
+
+        self.step = self.captured(step) if case.way == "captured" else step
+        self.peak = 0.0
+
+    def captured(self, step: Callable[[], None]) -> Callable[[], None]:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+
+        self.held = step  # what a graph reads and writes must not go
+
+        def replay() -> None:
+            graph.replay()
+            if self.pruner is not None:
+                self.pruner.replayed()
+
+        return replay
+
+    def turn(self, steps: int) -> float:
+        """Milliseconds a step."""
+        _wait()
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        _wait()
+        return 1e3 * (time.perf_counter() - start) / steps
+
+    def measure_memory(self) -> None:
+        if torch.cuda.is_available():
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            self.turn(2)
+            self.peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Medians of all variants, and their ratios to the plain one."""
+    variants = {name: Training(case, name) for name in ("plain", "gated", "naive")}
+    for training in variants.values():
+        training.turn(3)
+        training.measure_memory()
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(case.turns):
+        for name, training in variants.items():
+            times[name].append(training.turn(case.steps))
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    memory = {name: training.peak for name, training in variants.items() if training.peak}
+    return {
+        "way": case.way,
+        "batch": list(case.shape),
+        "milliseconds": {name: round(value, 3) for name, value in medians.items()},
+        "ratio": {name: round(medians[name] / medians["plain"], 4) for name in variants},
+        "memory_ratio": {name: round(memory[name] / memory["plain"], 4) for name in memory},
+        "turns": {name: [round(value, 3) for value in found] for name, found in times.items()},
+    }
+
+
+def machine(device: str) -> str:
+    if device == "cuda":
+        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16"
+    threads = torch.get_num_threads()
+    cores = f"{os.cpu_count()} cores, {threads} threads"
+    return f"{platform.machine()}, {cores}, torch {torch.__version__}"
+
+
+def cases() -> Iterator[str]:
+    wanted = sys.argv[1:] or list(CASES)
+    for name in wanted:
+        if CASES[name].device == "cpu" or torch.cuda.is_available():
+            yield name
+
+
+if __name__ == "__main__":
+    store = json.loads(STORE.read_text()) if STORE.exists() else {}
+    for name in cases():
+        store[name] = {**measure(CASES[name]), "machine": machine(CASES[name].device)}
+        print(name, store[name]["ratio"], store[name]["memory_ratio"], flush=True)
+        STORE.write_text(json.dumps(store, indent=1, sort_keys=True) + "\n")
+        torch._dynamo.reset()

@@ -1,0 +1,86 @@
+"""How long models take, side by side: turns alternate, medians are compared."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .proof import count_macs
+from .tape import Example, as_call, named_tensors, tensors_in
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Of one model: milliseconds of its runs, and what a run costs."""
+
+    milliseconds: list[float]
+    macs: int
+    params: int
+    batch: int
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.milliseconds)
+
+    @property
+    def throughput(self) -> float:
+        """Samples a second."""
+        return 1e3 * self.batch / self.median
+
+
+def side_by_side(
+    models: Mapping[str, nn.Module], example: Example, *, runs: int = 60, warm_up: int = 10
+) -> dict[str, Timing]:
+    """Time forward passes in eval mode, the models in turn; they are left in the mode they had."""
+    args, kwargs = as_call(example)
+    modes = {name: model.training for name, model in models.items()}
+    times: dict[str, list[float]] = {name: [] for name in models}
+    try:
+        for model in models.values():
+            model.eval()
+        with torch.inference_mode():
+            for turn in range(runs + warm_up):
+                for name, model in models.items():
+                    wait(model)
+                    start = time.perf_counter()
+                    model(*args, **kwargs)
+                    wait(model)
+                    if turn >= warm_up:
+                        times[name].append(1e3 * (time.perf_counter() - start))
+    finally:
+        for name, model in models.items():
+            model.train(modes[name])
+    first = next(iter(tensors_in((args, kwargs))), None)
+    batch = first.shape[0] if first is not None and first.dim() else 1
+    return {
+        name: Timing(
+            times[name],
+            count_macs(model, example),
+            sum(parameter.numel() for parameter in model.parameters()),
+            batch,
+        )
+        for name, model in models.items()
+    }
+
+
+def wait(model: nn.Module) -> None:
+    """Until the device is done."""
+    if any(tensor.is_cuda for _, tensor in named_tensors(model)):
+        torch.cuda.synchronize()
+
+
+def environment() -> dict[str, Any]:
+    """Machine and versions, for a figure that others are to trust."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU only"
+    return {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {device}",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }

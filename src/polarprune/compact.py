@@ -1,0 +1,209 @@
+"""Taking what is closed out of a model while it trains, in place.
+
+A small model is cut from a skeleton of the original that takes no memory, and the model in training
+takes over its form. Modules that are still there stay the objects they were, with their hooks, and
+so do parameters: an optimizer knows them by identity. Its state is cut in the same way.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .errors import PruneError
+from .gates import Gate, place
+from .groups import Graph, Plan, stays
+from .surgery import RECIPE, Recipe, cut_copy, is_gated, write_recipe
+from .tape import named_tensors
+
+
+def skeleton(model: nn.Module) -> nn.Module:
+    """The model as it is now, without the memory for its weights."""
+    memo: dict[int, Any] = {}
+    for _, tensor in named_tensors(model):
+        bare = torch.empty_like(tensor, device="meta")
+        if isinstance(tensor, nn.Parameter):
+            bare = nn.Parameter(bare, tensor.requires_grad)
+        memo[id(tensor)] = bare
+    return copy.deepcopy(model, memo)
+
+
+def plan_of(graph: Graph, alive: Tensor) -> Plan:
+    """Group name -> indices of the units that are alive."""
+    return {
+        name: alive[group.offset : group.offset + group.size].nonzero().flatten().tolist()
+        for name, group in graph.open.items()
+    }
+
+
+class Rebuild:
+    """Brings models from the units `before` to the units `after`; gates have to be put in anew."""
+
+    def __init__(self, bare: nn.Module, graph: Graph, before: Tensor, after: Tensor) -> None:
+        self.bare, self.graph = bare, graph
+        self.before, self.after = before, graph.settle(after)
+        self.recipe = write_recipe(bare, graph, plan_of(graph, self.after))
+        both = sorted(self.recipe.rewired.keys() & graph.weights.keys())
+        if both:
+            raise PruneError(
+                f"compact: {both[0]} has a norm with weighted statistics in code that bakes in "
+                f"widths. Nothing was changed; train on without compact()."
+            )
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer whose state cannot be cut."""
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                known = not isinstance(value, Tensor) or value.numel() == 1
+                if not known and value.shape != parameter.shape:
+                    raise PruneError(
+                        f"compact: {type(optimizer).__name__} keeps {key} of shape "
+                        f"{list(value.shape)} for a parameter of shape {list(parameter.shape)}, "
+                        f"which cannot be cut. Nothing was changed; train on without compact()."
+                    )
+
+    def __call__(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+        new = cut_copy(self.bare, self.recipe)
+        held = dict(_tensors(model))
+        for name, axes in self.graph.axes.items():
+            if name in held:
+                cut(held[name], self._kept(axes), optimizer)
+        home = next(tensor.device for tensor in held.values())
+        left = set()
+        for path, module in new.named_modules(remove_duplicate=False):
+            for table in (module._parameters, module._buffers):
+                for key, tensor in table.items():
+                    if tensor is not None:
+                        name = f"{path}.{key}" if path else key
+                        found = held.get(name)
+                        if found is None or found.shape != tensor.shape:  # empty: it knows types
+                            assert tensor.numel() == 0, f"{name} comes from nowhere"
+                            found = torch.empty_like(tensor, device=home)
+                        left.add(id(found))
+                        table[key] = found
+        if optimizer is not None:
+            _forget(optimizer, {id(tensor) for tensor in held.values()} - left)
+        _Takeover(self.recipe)(model, new)
+        setattr(model, RECIPE, self.recipe.to_json())
+
+    def gated(
+        self, model: nn.Module, gates: dict[str, Gate], optimizer: Optimizer | None = None
+    ) -> None:
+        """The same for a model with gates, which are cut and put back in."""
+        for name, group in self.graph.open.items():
+            mine = slice(group.offset, group.offset + group.size)
+            cut(gates[name].alpha, self._kept({0: torch.arange(len(self.after))[mine]}), optimizer)
+        self(model, optimizer)
+        place(model, self.graph, gates, self.after)
+
+    def _kept(self, axes: dict[int, Tensor]) -> dict[int, Tensor]:
+        """For every axis the places that stay, counted among those that are still there."""
+        found = {}
+        for axis, units in axes.items():
+            kept = stays(units, self.after)[stays(units, self.before)]
+            if not bool(kept.all()):
+                found[axis] = kept.nonzero().flatten()
+        return found
+
+
+def gates_in(model: nn.Module, original: nn.Module, gates: dict[str, Gate]) -> dict[str, Gate]:
+    """The gates of a copy of a gated model."""
+    paths = {id(module): path for path, module in original.named_modules()}
+    found = {}
+    for name, gate in gates.items():
+        mine = model.get_submodule(paths[id(gate)]) if id(gate) in paths else copy.deepcopy(gate)
+        assert isinstance(mine, Gate)
+        found[name] = mine
+    return found
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All tensors by all their names, as if there were no gates."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        if getattr(module, "is_gate", False):
+            continue
+        stem, found, leaf = f".{path}".rpartition(".parametrizations.")
+        gated = found and "." not in leaf and is_gated(module)
+        for table in (module._parameters, module._buffers):
+            for key, tensor in table.items():
+                if tensor is not None:
+                    name = f"{stem}.{leaf}" if gated and key == "original" else f".{path}.{key}"
+                    yield name.lstrip("."), tensor
+
+
+def cut(tensor: Tensor, kept: dict[int, Tensor], optimizer: Optimizer | None) -> None:
+    """Cut a tensor in place, with its gradient and with what an optimizer keeps for it."""
+    if not kept:
+        return
+    before = tensor.shape
+    state = optimizer.state.get(tensor, {}) if optimizer is not None else {}
+    gradient = tensor.grad if tensor.is_leaf else None
+    tensor.grad = None
+    new = _selected(tensor.data, kept)
+    # autograd remembers the shape of a leaf as long as a loss of the step before is alive; a change
+    # of type makes it forget
+    tensor.data = new.to(torch.float16 if new.dtype != torch.float16 else torch.float32)
+    tensor.data = new
+    if gradient is not None:
+        tensor.grad = _selected(gradient, kept)
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.shape == before:
+            state[key] = _selected(value, kept)
+
+
+def _selected(data: Tensor, kept: dict[int, Tensor]) -> Tensor:
+    form = torch.channels_last if _is_channels_last(data) else torch.contiguous_format
+    for axis, places in kept.items():
+        data = data.index_select(axis, places.to(data.device))
+    return data.clone(memory_format=form)
+
+
+def _is_channels_last(data: Tensor) -> bool:
+    return data.dim() == 4 and data.is_contiguous(memory_format=torch.channels_last)
+
+
+def _forget(optimizer: Optimizer, gone: set[int]) -> None:
+    """Layers that were taken out have nothing left to learn."""
+    for group in optimizer.param_groups:
+        for parameter in [p for p in group["params"] if id(p) in gone]:
+            optimizer.state.pop(parameter, None)
+        group["params"] = [p for p in group["params"] if id(p) not in gone]
+
+
+class _Takeover:
+    """Gives modules in training the form of other ones, object by object."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.replaced = {*recipe.constants, *recipe.identities, *recipe.hollow, *recipe.heads}
+        self.known: dict[int, nn.Module] = {}
+
+    def __call__(self, old: nn.Module | None, new: nn.Module, path: str = "") -> nn.Module:
+        if id(new) in self.known:
+            return self.known[id(new)]
+        kept = old if path not in self.replaced else None
+        target = new if kept is None else kept
+        self.known[id(new)] = target
+        if old is not None:
+            new.training = old.training
+        children: Iterable[tuple[str, nn.Module | None]] = new._modules.items()
+        merged = {}
+        for key, child in children:
+            before = None if old is None else old._modules.get(key)
+            inner = f"{path}.{key}" if path else key
+            merged[key] = child if child is None else self(before, child, inner)
+        if kept is not None:
+            kept.__class__ = type(new)
+            for table in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
+                vars(kept)[table] = vars(new)[table]
+            if path in self.recipe.rewired or path in self.recipe.vanished:
+                vars(kept).pop("forward", None)  # a method that it chose
+            for key in self.recipe.attributes.get(path, {}):
+                setattr(kept, key, getattr(new, key))
+        vars(target)["_modules"] = merged
+        return target
