@@ -13,7 +13,8 @@ from test_exact import counted, difference
 from torch import Tensor, nn
 
 import polarprune as pp
-from polarprune.tape import Tape, attempt
+from polarprune.recorder import attempt
+from polarprune.tape import Tape
 
 DIM, HEADS = 24, 4
 

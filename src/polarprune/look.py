@@ -22,10 +22,11 @@ from .forming import build, follow
 from .groups import WHOLE, Graph, Place, module_of
 from .labels import Labels
 from .norms import weights_in
+from .recorder import record
 from .rewire import shim
 from .rules import by_tag
 from .spine import hold_heads, hold_spine
-from .tape import Example, Tape, named_tensors, on_host, record
+from .tape import Example, Tape, named_tensors, on_host
 
 
 class Look:

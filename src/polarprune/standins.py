@@ -1,9 +1,10 @@
 """Products that are not computed: a tape holds shapes, so zeros of the right shape will do.
 
 Nearly all of a run's time goes into convolutions, matrix products and attention, and nothing in a
-tape depends on what they give, unless the model's code looks at values (the tape shows that, and
-the run is repeated with everything computed). A stand-in answers only where the sizes fit and the
-memory is laid out plainly; else the operation itself runs, and says what is wrong.
+tape depends on what they give, unless integers are made of it or the model's code reads it (the
+recorder notices, and the run is repeated with everything computed). A stand-in answers only where
+the sizes fit and the memory is laid out plainly; else the operation itself runs, and says what is
+wrong.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _memory: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
@@ -32,11 +33,13 @@ def forget() -> None:
 
 
 def _plain(*tensors: Tensor) -> bool:
-    """True for tensors of one kind, none of them empty."""
+    """True for ordinary tensors of one kind, none of them empty."""
     first = tensors[0]
     return first.is_floating_point() and all(
-        t.dtype == first.dtype and t.device == first.device and t.numel() > 0 for t in tensors
-    )
+        t.dtype == first.dtype and t.device == first.device and t.numel() > 0
+        and type(t) in (Tensor, nn.Parameter)
+        for t in tensors
+    )  # fmt: skip
 
 
 def _convolution(
