@@ -14,6 +14,7 @@ from polarprune.standins import STAND_INS
 aten = torch.ops.aten
 conv, norm = aten.convolution.default, aten.native_batch_norm.default
 attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+pool, cat = aten.max_pool2d_with_indices.default, aten.cat.default
 flat = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
 
 
@@ -35,6 +36,13 @@ FITTING = [
     (norm, (randn(2, 3, 4, 4), *statistics(True))),
     (norm, (randn(2, 3), *statistics(False))),
     (norm, (randn(2, 3, 4), None, None, None, None, True, 0.1, 1e-5)),
+    (pool, (randn(2, 3, 9, 9), [3, 3], [2, 2], [1, 1])),
+    (pool, (randn(2, 3, 9, 8), [2], [], [0], [2])),
+    (pool, (randn(2, 3, 9, 8), [3, 2])),
+    (cat, ([randn(2, 3, 4), randn(2, 5, 4)], 1)),
+    (cat, ([randn(2, 3), randn(1, 3)],)),
+    (aten.relu_.default, (randn(2, 3).t(),)),
+    (aten.add_.Tensor, (randn(2, 3), randn(2, 3))),
 ]  # fmt: skip
 OTHERS = [
     (conv, (randn(2, 4, 9, 9), randn(6, 3, 3, 3), None, *flat)),
@@ -44,6 +52,22 @@ OTHERS = [
     (aten.mm.default, (randn(4, 5), randn(4, 3))),
     (aten.addmm.default, (randn(4), randn(4, 5), randn(5, 3))),
     (aten.bmm.default, (randn(2, 4, 5), randn(3, 5, 3))),
+    (pool, (randn(2, 3, 9, 9), [2, 2], [2, 2], [2, 2])),
+    (pool, (randn(2, 3, 2, 2), [3, 3])),
+    (cat, ([randn(2, 3), randn(2, 4)], 0)),
+    (cat, ([randn(2, 3), randn(2, 3, 1)], 1)),
+    (cat, ([randn(2, 3), randn(2, 3)], 2)),
+    (aten.add_.Tensor, (randn(2, 3), randn(2, 4))),
+]
+LEFT_ALONE = [
+    (pool, (randn(2, 3, 9, 9), [2, 2], [2, 2], [0, 0], [1, 1], True)),
+    (pool, (randn(3, 9, 9), [2, 2])),
+    (cat, ([randn(2, 3), randn(0)], 1)),
+    (cat, ([randn(2, 3), randn(2, 3)], -1)),
+    (cat, ([randn(2, 3), randn(2, 3).double()], 1)),
+    (aten.add_.Tensor, (randn(2, 3), randn(3))),
+    (aten.add_.Tensor, (randn(2, 3), 1)),
+    (aten.relu_.default, (torch.arange(3),)),
 ]
 
 
@@ -59,14 +83,21 @@ def test_shape_layout_and_type_are_those_of_the_operation(func: Any, args: Any) 
 @pytest.mark.parametrize(("func", "args"), OTHERS)
 def test_what_does_not_fit_is_left_to_the_operation(func: Any, args: Any) -> None:
     assert STAND_INS[func](*args) is None
-    with pytest.raises(RuntimeError):
+    with pytest.raises((RuntimeError, IndexError)):
         func(*args)
+
+
+@pytest.mark.parametrize(("func", "args"), LEFT_ALONE)
+def test_what_takes_more_thought_is_left_to_the_operation(func: Any, args: Any) -> None:
+    assert STAND_INS[func](*args) is None
+    func(*args)
 
 
 def test_channels_last_is_left_to_the_operation() -> None:
     x = randn(2, 3, 9, 9).to(memory_format=torch.channels_last)
     assert STAND_INS[conv](x, randn(6, 3, 3, 3), None, *flat) is None
     assert STAND_INS[norm](x, *statistics(True)) is None
+    assert STAND_INS[pool](x, [2, 2]) is None and STAND_INS[cat]([x, x], 1) is None
 
 
 class Picky(nn.Module):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules import batchnorm
 
-from .groups import Graph
+from .groups import Graph, module_of
+from .tape import named_tensors
 
 Edit = dict[str, Any]
 
@@ -194,3 +195,27 @@ def left_out(path: str, module: nn.Module, graph: Graph, edits: list[Edit]) -> s
 
 def one_point(x: torch.Tensor) -> torch.Tensor:
     return x[:1]
+
+
+def dropped_with(model: nn.Module, graph: Graph, groups: Iterable[str]) -> dict[str, set[str]]:
+    """For each group the tensors that go when it closes entirely, though their channels stay."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    tensors: dict[str, list[str]] = {}
+    for name, _ in named_tensors(model):
+        tensors.setdefault(module_of(name), []).append(name)
+    outline, found = graph.outline(), {}
+    for group in groups:
+        emptied = outline.emptied(outline.settle(outline.alive({group: []})))
+        wasted = {name for name, _ in emptied}
+        silent = {
+            module_of(name)
+            for name, axis in emptied
+            if axis in graph.sites.get(name, {})
+            and all((name, k) not in emptied for k in graph.axes[name].keys() - graph.sites[name])
+        }
+        gone: set[str] = set()
+        for path in dict.fromkeys(owner_of(layer, modules) for layer in sorted(silent)):
+            edits = vanishing(path, modules[path], graph, silent)
+            gone |= left_out(path, modules[path], graph, edits) if edits else set()
+        found[group] = {name for path in gone for name in tensors.get(path, [])} - wasted
+    return found

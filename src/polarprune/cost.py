@@ -115,11 +115,14 @@ class _Sum:
         self.q = torch.zeros(size, size, dtype=torch.float64)
         self.b = torch.zeros(size, dtype=torch.float64)
         self.c = 0.0
+        self._known: dict[int, tuple[Tensor, Tensor, float]] = {}
 
     def linear(self, units: Tensor) -> tuple[Tensor, float]:
         """How an axis shrinks with the widths: u (per group, per unit) and what stays."""
-        counts = torch.bincount(self.owner[units], minlength=len(self.sizes) + 1).double()
-        return counts[:-1] / self.sizes, float(counts[-1])
+        if id(units) not in self._known:
+            counts = torch.bincount(self.owner[units], minlength=len(self.sizes) + 1).double()
+            self._known[id(units)] = units, counts[:-1] / self.sizes, float(counts[-1])
+        return self._known[id(units)][1:]
 
     def add(self, coef: float, axes: list[Tensor]) -> None:
         live = []

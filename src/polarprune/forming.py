@@ -49,13 +49,13 @@ def _limit(flow: Flow) -> None:
     """A product of three open widths has no place in a quadratic cost: the last of them stays."""
     wide = [item for item in flow.contractions if len(item.factors) > 2]
     root = flow.labels.roots() if wide else torch.tensor(())
-    frozen = set(flow.labels.reasons(root)) if wide else set()
+    frozen = flow.labels.reasons(root)[0] >= 0 if wide else torch.tensor(())
     for item in wide:
-        units = [set(root[factor].tolist()) for factor in item.factors]
-        for number in [k for k, mine in enumerate(units) if mine - frozen][2:]:
+        units = [root[factor] for factor in item.factors]
+        for number in [k for k, mine in enumerate(units) if not bool(frozen[mine].all())][2:]:
             why = f"product of two sets of channels in {item.op.where}"
             flow.labels.freeze(item.factors[number], why)
-            frozen |= units[number]
+            frozen[units[number]] = True
 
 
 def _make_rectangular(flow: Flow) -> None:
@@ -109,7 +109,7 @@ def build(tapes: Sequence[Tape], flow: Flow, held: Mapping[str, str]) -> Graph:
                 group.frozen, group.reason = True, held[group.name]
             if not group.frozen:
                 group.offset, offset = offset, offset + group.size
-                position[torch.tensor(members)] = torch.arange(group.offset, offset)
+                position[members] = torch.arange(group.offset, offset)
             groups[group.name] = group
     return _graph(tapes, flow, groups, position[root], consumed)
 
@@ -134,7 +134,10 @@ def _axes_with(labels: Labels, vectors: list[Tensor]) -> set[int]:
     return set((before[ends] > before[starts]).nonzero().flatten().tolist())
 
 
-def _families(labels: Labels, root: Tensor) -> list[tuple[tuple[tuple[int, int], ...], list[int]]]:
+Where = tuple[tuple[int, int], ...]  # axes, and how often a unit occurs there
+
+
+def _families(labels: Labels, root: Tensor) -> list[tuple[Where, Tensor]]:
     """Units that occur on the same axes equally often, with these; by their smallest unit."""
     if not labels.axes:
         return []
@@ -144,47 +147,52 @@ def _families(labels: Labels, root: Tensor) -> list[tuple[tuple[tuple[int, int],
     many = len(places) + 1
     pairs, counts = (root[torch.cat(places)] * many + number).unique(return_counts=True)
     units, lengths = (pairs // many).unique_consecutive(return_counts=True)
-    kinds = (pairs % many) * (int(counts.max()) + 1) + counts
-    first, family = lengths.cumsum(0) - lengths, torch.zeros_like(units)
-    rest, known = torch.arange(len(units)), 1
-    for k in range(int(lengths.max())):  # units part where their k-th occurrences differ
-        rest = rest[lengths[rest] > k]
-        seen = family[rest] * (int(kinds.max()) + 1) + kinds[first[rest] + k]
-        different, new = seen.unique(return_inverse=True)
-        family[rest], known = new + known, known + len(different)
-    found: dict[int, tuple[tuple[tuple[int, int], ...], list[int]]] = {}
-    for k, (unit, name) in enumerate(zip(units.tolist(), family.tolist(), strict=True)):
-        if name not in found:
-            mine = slice(int(first[k]), int(first[k] + lengths[k]))
-            where = zip((pairs[mine] % many).tolist(), counts[mine].tolist(), strict=True)
-            found[name] = tuple(where), []
-        found[name][1].append(unit)
-    return list(found.values())
+    most = int(counts.max()) + 1
+    kinds = (pairs % many) * most + counts  # unit after unit
+    found: dict[tuple[int, ...], list[Tensor]] = {}
+    starts = _runs(kinds, lengths)
+    pieces = units.tensor_split(starts[1:])
+    first = (lengths.cumsum(0) - lengths)[starts].tolist()
+    for piece, start, length in zip(pieces, first, lengths[starts].tolist(), strict=True):
+        found.setdefault(tuple(kinds[start : start + length].tolist()), []).append(piece)
+    return [
+        (tuple(divmod(kind, most) for kind in mine), torch.cat(members))
+        for mine, members in found.items()
+    ]
+
+
+def _runs(kinds: Tensor, lengths: Tensor) -> Tensor:
+    """Where a list differs from the one before it, of lists of these lengths in one vector."""
+    owner = torch.arange(len(lengths)).repeat_interleave(lengths)
+    before = torch.arange(len(kinds)) - lengths[owner]  # the same place in a list as long
+    new = torch.ones(len(lengths), dtype=torch.bool)
+    new[1:] = lengths[1:] != lengths[:-1]
+    new[owner[kinds != kinds[before.clamp_min(0)]]] = True
+    return new.nonzero().flatten()
 
 
 def _by_reason(
-    units: list[int],
-    where: tuple[tuple[int, int], ...],
+    units: Tensor,
+    where: Where,
     consumed: set[int],
     produced: set[int],
-    reasons: dict[int, str],
-) -> Iterator[tuple[str, list[int]]]:
+    reasons: tuple[Tensor, list[str]],
+) -> Iterator[tuple[str, Tensor]]:
     """Open units first, then the frozen ones, a group for each reason."""
     lacking = ""
     if not any(axis in consumed for axis, _ in where):
         lacking = "no layer merges these channels, so no gate can close them"
     elif not any(axis in produced for axis, _ in where):
         lacking = "no layer makes these channels"
-    sorted_out: dict[str, list[int]] = {}
-    for unit in units:
-        sorted_out.setdefault(reasons.get(unit, lacking), []).append(unit)
-    yield from sorted(sorted_out.items())
+    numbers, texts = reasons[0][units], [*reasons[1], lacking]  # the last: of number -1
+    for number in sorted(numbers.unique().tolist(), key=lambda number: texts[number]):
+        yield texts[number], units[numbers == number]
 
 
 def _group(
     axes: list[Axis],
-    where: tuple[tuple[int, int], ...],
-    members: list[int],
+    where: Where,
+    members: Tensor,
     reason: str,
     consumed: set[int],
     produced: set[int],
@@ -218,8 +226,14 @@ def _graph(
 ) -> Graph:
     axes: dict[str, dict[int, Tensor]] = {}
     sites: dict[str, dict[int, Tensor]] = {}
+    same: dict[tuple[torch.Size, bytes], Tensor] = {}
+
+    def shared(units: Tensor) -> Tensor:
+        """One tensor for all places with these units: what is found out about it holds for all."""
+        return same.setdefault((units.shape, units.numpy().tobytes()), units)
+
     for number, axis in enumerate(flow.labels.axes):
-        units = position[axis.start : axis.start + axis.size]
+        units = shared(position[axis.start : axis.start + axis.size])
         if bool((units != WHOLE).any()):
             axes.setdefault(axis.tensor, {})[axis.axis] = units
             if number in consumed:
@@ -227,11 +241,20 @@ def _graph(
     known: dict[int, Tensor] = {}  # many tensors share a layer
     for layer in (layer for layers in flow._layers.values() for layer in layers):
         if id(layer) not in known:
-            known[id(layer)] = position[layer]
+            known[id(layer)] = shared(position[layer])
     values = {
         value: [known[id(layer)] for layer in layers] for value, layers in flow._layers.items()
     }
-    contractions = [_in_units(item, position) for item in flow.contractions]
+    contractions = [
+        Contraction(
+            item.op,
+            *(
+                [shared(position[v]) for v in part]
+                for part in (item.factors, item.sites, item.makes)
+            ),
+        )
+        for item in flow.contractions
+    ]
     shapes = {
         value.name: value.shape
         for tape in tapes
@@ -250,10 +273,3 @@ def _graph(
             graph.statistics.append(Statistic(item.op, units))
     graph.unknown, graph.fillings = dict(flow.unknown), set(flow._uniform)
     return graph
-
-
-def _in_units(item: Contraction, position: Tensor) -> Contraction:
-    def units(vectors: list[Tensor]) -> list[Tensor]:
-        return [position[vector] for vector in vectors]
-
-    return Contraction(item.op, units(item.factors), units(item.sites), units(item.makes))

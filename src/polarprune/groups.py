@@ -127,9 +127,12 @@ class Graph:
         owner = [number for number, name in enumerate(names) for _ in range(self.groups[name].size)]
         owners = torch.tensor([*owner, WHOLE], device="cpu")
 
+        known: dict[int, Tensor] = {}
+
         def few(units: Tensor) -> Tensor:
-            found: Tensor = torch.unique(owners[units])
-            return found
+            if id(units) not in known:
+                known[id(units)] = torch.unique(owners[units])
+            return known[id(units)]
 
         def of_axes(tensors: dict[str, dict[int, Tensor]]) -> dict[str, dict[int, Tensor]]:
             return {name: {k: few(u) for k, u in axes.items()} for name, axes in tensors.items()}
@@ -152,6 +155,11 @@ class Graph:
     def _places(self) -> tuple[list[tuple[str, int]], tuple[Tensor, Tensor]]:
         places = [(name, axis) for name, axes in self.axes.items() for axis in axes]
         return places, _flat([[self.axes[name][axis]] for name, axis in places])
+
+    @cached_property
+    def _recent(self) -> tuple[Tensor | None, dict[tuple[int, ...], Tensor]]:
+        """What is left along an axis of some layers, for the last question."""
+        return None, {}
 
     @cached_property
     def _known_axes(self) -> dict[int, tuple[int, ...]]:
@@ -197,12 +205,17 @@ class Graph:
 
     def kept(self, value: Value, axis: int, alive: Tensor) -> Tensor | None:
         """Which indices along an axis of a tensor stay, or None if no label varies along it."""
-        left = [
-            stays(units, alive).movedim(axis, 0).reshape(units.shape[axis], -1).any(1)
-            for units in self.values.get(value, [])
-            if axis in self._axes_of(units)
-        ]
-        return torch.stack(left).all(0) if left else None
+        layers = [units for units in self.values.get(value, []) if axis in self._axes_of(units)]
+        if self._recent[0] is not alive:
+            self._recent = alive, {}
+        key = (axis, *map(id, layers))
+        if layers and key not in self._recent[1]:
+            left = [
+                stays(units, alive).movedim(axis, 0).reshape(units.shape[axis], -1).any(1)
+                for units in layers
+            ]
+            self._recent[1][key] = torch.stack(left).all(0)
+        return self._recent[1].get(key)
 
     def _axes_of(self, units: Tensor) -> tuple[int, ...]:
         """The axes along which there are different units."""

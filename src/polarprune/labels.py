@@ -81,14 +81,14 @@ class Labels:
         self._pairs, self._root = [], root
         return root
 
-    def reasons(self, root: Tensor) -> dict[int, str]:
-        """Frozen components and the first reason each was given."""
-        first = torch.full((self.count,), len(self._frozen))
-        for number, (labels, _) in reversed(list(enumerate(self._frozen))):
-            first[root[labels]] = number
-        frozen = (first < len(self._frozen)).nonzero().flatten()
-        numbers = first[frozen].tolist()
-        return {k: self._frozen[n][1] for k, n in zip(frozen.tolist(), numbers, strict=True)}
+    def reasons(self, root: Tensor) -> tuple[Tensor, list[str]]:
+        """For every component the number of the reason that froze it first, or -1; the reasons."""
+        texts = list(dict.fromkeys(reason for _, reason in self._frozen))
+        numbers = {reason: number for number, reason in enumerate(texts)}
+        first = torch.full((self.count,), -1)
+        for labels, reason in reversed(self._frozen):
+            first[root[labels]] = numbers[reason]
+        return first, texts
 
 
 def _place(layer: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -18,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, shape_wrapper
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from .errors import PruneError
 from .standins import STAND_INS, forget
@@ -39,29 +39,39 @@ from .tape import (
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, model: nn.Module, example: Any, computed: bool, counts: bool) -> None:
+    def __init__(
+        self, model: nn.Module, example: Any, *, computed: bool, brief: bool, counts: bool
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.counts = counts  # MACs, which are those of eval mode
+        self.brief, self.counts = brief, counts
         self.tape = Tape(computed=computed)
         self.stand_ins = {} if computed else STAND_INS
         self.stack: list[str] = []
-        self.known = WeakTensorKeyDictionary()
+        self.known: dict[int, tuple[Callable[[], Tensor | None], Value]] = {}  # by id, while alive
         for name, tensor in named_tensors(model):
-            self.known[tensor] = _value(tensor, name)
+            self._know(tensor, _value(tensor, name))
+        named = [value for _, value in self.known.values()]
         self.tape.inputs = self.values(example)
         # Values that are what they would be: the example, integers of the model, what comes of
         # these. Not its floats: the weights of a trial cut are only shapes.
-        self.real = {*self.tape.inputs, *(value for value in self.known.values() if value.whole)}
+        self.real = {*self.tape.inputs, *(value for value in named if value.whole)}
         self.made: set[Value] = set()  # in this run; all others are the model's or the user's
         self.before: list[tuple[Tensor, Tensor]] = []  # what was in those, if they are written to
 
+    def _know(self, tensor: Tensor, value: Value) -> Value:
+        self.known[id(tensor)] = weakref.ref(tensor), value
+        return value
+
+    def _seen(self, tensor: Tensor) -> Value | None:
+        alive, value = self.known.get(id(tensor), _NOBODY)
+        return value if alive() is tensor else None
+
     def value(self, tensor: Tensor) -> Value:
-        found: Value | None = self.known.get(tensor)
+        found = self._seen(tensor)
         if found is None:
-            found = _value(tensor)
-            if not tensor.is_floating_point() and not tensor.is_meta and tensor.numel() < 1_000_000:
+            found = self._know(tensor, _value(tensor))
+            if found.whole and not tensor.is_meta and tensor.numel() < 1_000_000:
                 found.data = _copied(tensor)
-            self.known[tensor] = found
         return found
 
     def values(self, tree: Any) -> list[Value]:
@@ -88,9 +98,6 @@ class _Recorder(TorchDispatchMode):
             except Exception:  # which the model's code may catch
                 self.tape.looked = True
                 raise
-        packet = func._overloadpacket
-        formula = (_FORMULAS.get(packet) or flop_registry.get(packet)) if self.counts else None
-        macs = formula(*args, **kwargs, out_val=out) // 2 if formula else 0
         named_args = self.named(tuple(args))
         named_kwargs = {key: self.named(item) for key, item in kwargs.items()}
         outs = [self.value(out)] if isinstance(out, Tensor) else self.values(out)
@@ -99,8 +106,10 @@ class _Recorder(TorchDispatchMode):
         if _gives_views(func):
             for value in outs:  # ATen's views are all of their first argument
                 value.base = value.base or named_args[0].base or named_args[0]
-        module = self.stack[-1] if self.stack else ""
-        op = Op(func, named_args, named_kwargs, outs, module, _user_line(), macs)
+        op = Op(func, named_args, named_kwargs, outs, self.stack[-1] if self.stack else "")
+        if not self.brief:
+            op.line = _user_line()
+            op.macs = _macs(func, args, kwargs, out) if self.counts else 0
         self.tape.ops.append(op)
         self.made.update(outs)
         if not self.tape.computed:
@@ -111,7 +120,7 @@ class _Recorder(TorchDispatchMode):
         """What is about to be written to is put back after the run, if it was there before."""
         for tensor in tree_leaves(given):
             if isinstance(tensor, Tensor):
-                value = self.known.get(tensor)
+                value = self._seen(tensor)
                 if value is None or value.root not in self.made:
                     self.before.append((tensor, _copied(tensor)))
 
@@ -159,6 +168,14 @@ def _fused_attention(query: Any, key: Any, value: Any, *rest: Any, **options: An
 FORGOTTEN = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _fused_attention}
 _FORMULAS = {func: shape_wrapper(formula) for func, formula in FORGOTTEN.items()}
 
+
+def _macs(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    packet = func._overloadpacket
+    formula: Any = _FORMULAS.get(packet) or flop_registry.get(packet)
+    return formula(*args, **kwargs, out_val=out) // 2 if formula else 0
+
+
+_NOBODY: tuple[Callable[[], None], Any] = (lambda: None, None)
 _FRESH = torch.ops.aten.lift_fresh.default  # what torch.tensor(...) in the code becomes
 _SMALL = 4096
 
@@ -236,10 +253,15 @@ def attempt(
     training: bool,
     shims: Mapping[str, Shim] | None = None,
     computed: bool = False,
+    brief: bool = False,
 ) -> tuple[Tape, Exception | None]:
-    """What `record` does, with the tape up to the error if the run fails."""
+    """What `record` does, with the tape up to the error if the run fails.
+
+    `computed`: with all values; `brief`: without lines of code and MACs.
+    """
     args, kwargs = as_call(example)
-    recorder = _Recorder(model, (args, kwargs), computed, counts=not training)
+    counts = not (training or brief)  # MACs are those of eval mode
+    recorder = _Recorder(model, (args, kwargs), computed=computed, brief=brief, counts=counts)
     handles = []
     failed = None
     shimmed = [(model.get_submodule(path), path, shim) for path, shim in (shims or {}).items()]

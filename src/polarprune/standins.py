@@ -118,6 +118,44 @@ def _batch_norm(
     return x.detach(), x.new_zeros(sizes), x.new_zeros(sizes)  # its values will do as well
 
 
+def _max_pool(
+    x: Tensor,
+    size: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    ceil_mode: bool = False,
+) -> tuple[Tensor, Tensor] | None:
+    every = [list(p) * (2 // len(p)) for p in (size, stride or size, padding, dilation)]
+    if ceil_mode or x.dim() != 4 or not (_plain(x) and x.is_contiguous()):
+        return None
+    space = [
+        (wide + 2 * pad - gap * (kernel - 1) - 1) // step + 1
+        for wide, kernel, step, pad, gap in zip(x.shape[2:], *every, strict=True)
+    ]
+    if min(space) <= 0 or any(2 * pad > kernel for kernel, _, pad, _ in zip(*every, strict=True)):
+        return None
+    out = _zeros(x, (*x.shape[:2], *space))
+    return out, out.new_zeros((), dtype=torch.long).expand(out.shape).contiguous()
+
+
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor | None:
+    first = tensors[0]
+    others = {(t.dim(), t.shape[:dim], t.shape[dim + 1 :]) for t in tensors}
+    plain = _plain(*tensors) and all(t.is_contiguous() for t in tensors)
+    if not (plain and len(others) == 1 and 0 <= dim < first.dim()):
+        return None
+    wide = sum(t.shape[dim] for t in tensors)
+    return _zeros(first, (*first.shape[:dim], wide, *first.shape[dim + 1 :]))
+
+
+def _in_place(x: Tensor, *others: Tensor, **scales: Any) -> Tensor | None:
+    """Other values in the same place."""
+    if not all(isinstance(other, Tensor) and other.shape == x.shape for other in others):
+        return None
+    return x if _plain(x, *others) else None
+
+
 _aten = torch.ops.aten
 STAND_INS: dict[Any, Callable[..., Any]] = {
     _aten.convolution.default: _convolution,
@@ -126,4 +164,8 @@ STAND_INS: dict[Any, Callable[..., Any]] = {
     _aten.bmm.default: _bmm,
     _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     _aten.native_batch_norm.default: _batch_norm,
+    _aten.max_pool2d_with_indices.default: _max_pool,
+    _aten.cat.default: _cat,
+    _aten.relu_.default: _in_place,
+    _aten.add_.Tensor: _in_place,
 }

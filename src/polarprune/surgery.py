@@ -18,7 +18,7 @@ from torch.nn.modules import batchnorm, conv, instancenorm, padding, pooling
 from torch.nn.utils import parametrize
 
 from .attention import Attention
-from .blocks import Edit, left_out, owner_of, take_out, vanishing, write_down
+from .blocks import Edit, owner_of, take_out, vanishing, write_down
 from .emit import compiled, decode, encode, with_forward, with_method
 from .errors import PruneError
 from .groups import Graph, Plan, module_of, stays
@@ -72,12 +72,14 @@ def write_recipe(model: nn.Module, graph: Graph, plan: Plan) -> Recipe:
     check_shapes(model, graph.shapes, "The graph belongs to another model; trace this one.")
     alive = graph.settle(graph.alive(plan))
     recipe = Recipe()
+    known: dict[int, list[int]] = {}  # many axes share their units
     for name, tensor in named_tensors(model):
         for axis, units in graph.axes.get(name, {}).items():
-            kept = stays(units, alive)
-            if not bool(kept.all()):
+            if id(units) not in known:
+                known[id(units)] = stays(units, alive).nonzero().flatten().tolist()
+            if len(known[id(units)]) < len(units):
                 recipe.shapes[name] = list(tensor.shape)
-                recipe.slices.setdefault(name, {})[str(axis)] = kept.nonzero().flatten().tolist()
+                recipe.slices.setdefault(name, {})[str(axis)] = known[id(units)]
     modules = dict(model.named_modules(remove_duplicate=False))
     for path in dict.fromkeys(module_of(name) for name in recipe.slices):
         _describe(path, modules[path], recipe)
@@ -109,30 +111,6 @@ def _take_out_blocks(modules: dict[str, nn.Module], graph: Graph, recipe: Recipe
             recipe.vanished[path] = edits
             if path in graph.rewired:  # whether or not a number in it changes
                 recipe.rewired.setdefault(path, encode(graph.rewired[path]))
-
-
-def dropped_with(model: nn.Module, graph: Graph, groups: Iterable[str]) -> dict[str, set[str]]:
-    """For each group the tensors that go when it closes entirely, though their channels stay."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    tensors: dict[str, list[str]] = {}
-    for name, _ in named_tensors(model):
-        tensors.setdefault(module_of(name), []).append(name)
-    outline, found = graph.outline(), {}
-    for group in groups:
-        emptied = outline.emptied(outline.settle(outline.alive({group: []})))
-        wasted = {name for name, _ in emptied}
-        silent = {
-            module_of(name)
-            for name, axis in emptied
-            if axis in graph.sites.get(name, {})
-            and all((name, k) not in emptied for k in graph.axes[name].keys() - graph.sites[name])
-        }
-        gone: set[str] = set()
-        for path in dict.fromkeys(owner_of(layer, modules) for layer in sorted(silent)):
-            edits = vanishing(path, modules[path], graph, silent)
-            gone |= left_out(path, modules[path], graph, edits) if edits else set()
-        found[group] = {name for path in gone for name in tensors.get(path, [])} - wasted
-    return found
 
 
 def _makes_something(path: str, recipe: Recipe) -> bool:
@@ -309,8 +287,10 @@ def cut_copy(model: nn.Module, recipe: Recipe) -> nn.Module:
 
 def mock_copy(model: nn.Module, recipe: Recipe, *, values: bool) -> nn.Module:
     """A smaller copy to try out: what is not cut is shared, weights without values if need be."""
-    shared: dict[int, Any] = {id(tensor): tensor for _, tensor in named_tensors(model)}
-    memo = shared | _pieces(model, recipe, _sliced if values else _sized)
+    memo: dict[int, Any] = {id(tensor): tensor for _, tensor in named_tensors(model)}
+    memo |= _pieces(model, recipe, _sliced if values else _sized)
+    for module in model.modules():  # tables of hooks, most of them empty, are slow to copy
+        memo |= {id(t): type(t)() for t in vars(module).values() if isinstance(t, dict) and not t}
     return _reform(copy.deepcopy(model, memo), recipe)
 
 

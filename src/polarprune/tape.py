@@ -47,10 +47,10 @@ class Op:
     kwargs: dict[str, Any]
     outs: list[Value]
     module: str
-    line: str
+    line: str = "?"
     macs: int = 0
 
-    @property
+    @cached_property
     def name(self) -> str:
         return name_of(self.func)
 
@@ -131,8 +131,14 @@ def _is_mask(value: Value) -> bool:
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters, then buffers; a tensor that has two names is given once."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+    modules = [(f"{path}." if path else "", module) for path, module in model.named_modules()]
+    for tables in ([m._parameters for _, m in modules], [m._buffers for _, m in modules]):
+        seen: set[int] = set()
+        for (stem, _), table in zip(modules, tables, strict=True):
+            for name, tensor in table.items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield stem + name, tensor
 
 
 def as_call(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -158,11 +164,12 @@ def untouched(model: nn.Module, training: bool | None = None) -> Iterator[None]:
         for key, table in held.items()
         if isinstance(table, dict) and (key in ("_parameters", "_buffers") or "_hooks" in key)
     ]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    memory = [(tensor, tensor.data) for _, tensor in named_tensors(model)]
+    tensors = [tensor for _, tensor in named_tensors(model)]
+    memory = [(tensor, tensor.data) for tensor in tensors]
+    buffers = [(t, t.detach().clone()) for t in tensors if not isinstance(t, nn.Parameter)]
     if training is not None:
         model.train(training)
-    gpus = {t.device.index or 0 for _, t in named_tensors(model) if t.device.type == "cuda"}
+    gpus = {t.device.index or 0 for t in tensors if t.is_cuda}
     try:
         with torch.random.fork_rng(sorted(gpus)), torch.no_grad():
             yield

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from .blocks import remembering
+from .blocks import dropped_with, remembering
 from .cost import add_extras
 from .errors import PruneError
 from .flow import Rule
 from .groups import WHOLE, Graph, Place, Plan
 from .look import Look
 from .rules import RULES
-from .surgery import dropped_with, is_gated
+from .surgery import is_gated
 from .tape import (
     Example,
     Op,

@@ -12,6 +12,7 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ class Trial:
             if mode not in (None, training):
                 continue
             after, error = attempt(
-                small, self.example, training=bool(training), computed=before.computed
+                small, self.example, training=bool(training), computed=before.computed, brief=True
             )
             found = _compare(graph, alive, before, after, _replaced(recipe))
             if found is None and after.looked and not before.computed:
@@ -154,12 +155,13 @@ def _shake(model: nn.Module) -> None:
 # --- one tape against another ---------------------------------------------------------------------
 
 
-def _replaced(recipe: Recipe) -> Callable[[Op], bool]:
-    """True for operations in modules that are another module now: these are not compared."""
+def _replaced(recipe: Recipe) -> Callable[[str], bool]:
+    """True for modules whose operations are not compared: they are another module now."""
     paths = {*recipe.constants, *recipe.identities, *recipe.hollow, *recipe.heads, *recipe.vanished}
 
-    def skipped(op: Op) -> bool:
-        parts = op.module.split(".")
+    @cache
+    def skipped(module: str) -> bool:
+        parts = module.split(".")
         return any(".".join(parts[:k]) in paths for k in range(len(parts) + 1))
 
     return skipped
@@ -169,11 +171,15 @@ _COPIES = ("clone", "contiguous", "detach", "alias")  # made or not, by layout
 
 
 def _compare(
-    graph: Graph, alive: Tensor, before: Tape, after: Tape, skipped: Callable[[Op], bool]
+    graph: Graph, alive: Tensor, before: Tape, after: Tape, skipped: Callable[[str], bool]
 ) -> Deviation | None:
     matter = set(before.that_matter)
     ops = [
-        [(k, op) for k, op in enumerate(tape.ops) if op.name not in _COPIES and not skipped(op)]
+        [
+            (k, op)
+            for k, op in enumerate(tape.ops)
+            if op.name not in _COPIES and not skipped(op.module)
+        ]
         for tape in (before, after)
     ]
     index = 0
@@ -229,8 +235,7 @@ def _differs(graph: Graph, alive: Tensor, needed: set[Value], old: Op, new: Op) 
 
 def _numbers_of(op: Op) -> dict[str, Any]:
     """The arguments that are no tensors and do not follow from the shapes of tensors."""
-    names = [argument.name for argument in op.func._schema.arguments]
-    given = {**dict(zip(names, op.args, strict=False)), **op.kwargs}
+    given = {**dict(zip(_arguments(op.func), op.args, strict=False)), **op.kwargs}
     found = {
         name: value
         for name, value in given.items()
@@ -245,6 +250,11 @@ def _numbers_of(op: Op) -> dict[str, Any]:
     if isinstance(found.get("dim"), int) and op.inputs():
         found["dim"] %= max(1, len(op.inputs()[0].shape))
     return found
+
+
+@cache
+def _arguments(func: Any) -> list[str]:
+    return [argument.name for argument in func._schema.arguments]
 
 
 _IMPLIED = {"size", "shape", "split_size", "split_sizes", "sizes", "normalized_shape", "N", "C",
