@@ -19,17 +19,21 @@ import polarprune as pp
 IMAGE = torch.zeros(2, 1, 8, 8)
 
 
+def hooks_of(model: nn.Module) -> list[list[int]]:
+    return [[*m._forward_hooks, *m._forward_pre_hooks] for m in model.modules()]
+
+
 @contextmanager
 def refused(message: str, model: nn.Module) -> Iterator[None]:
     """The body raises PruneError with this wording, and the model is as it was before."""
     before, modes = snapshot(model), [module.training for module in model.modules()]
-    classes = [type(module) for module in model.modules()]
+    classes, hooks = [type(module) for module in model.modules()], hooks_of(model)
     with pytest.raises(pp.PruneError, match=message):
         yield
     assert same_state(before, snapshot(model))
     assert [type(module) for module in model.modules()] == classes
     assert [module.training for module in model.modules()] == modes
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert hooks_of(model) == hooks
     assert not any("forward" in vars(module) for module in model.modules())
 
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import polarprune as pp
-from polarprune.gates import GatedWeight, gate_value, install
+from polarprune.gates import GatedWeight, gate_value
+from polarprune.place import install
 
 EPSILONS = [0.1, 1e-3, 5e-8, 6e-11]
 

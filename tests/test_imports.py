@@ -19,9 +19,9 @@ PACKAGE = Path(polarprune.__file__).parent
 ORDER = [
     "errors", "standins", "tape", "recorder", "labels", "flow", "moves", "merges", "rules", "emit",
     "capture", "groups", "forming", "spine", "cost", "rewire", "blocks", "norms", "attention",
-    "leftovers", "surgery", "proof", "trial", "look", "trace", "gates", "compact", "prox",
-    "schedule", "stepper", "budget", "controls", "html", "report", "pictures", "settings", "pruner",
-    "checkpoint", "bench", "demo", "cli",
+    "leftovers", "surgery", "proof", "trial", "look", "trace", "gates", "bank", "place", "compact",
+    "prox", "schedule", "stepper", "budget", "controls", "html", "report", "pictures", "settings",
+    "pruner", "checkpoint", "bench", "demo", "cli",
 ]
 # fmt: on
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("__"))

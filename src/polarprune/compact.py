@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .errors import PruneError
-from .gates import Gate, place
+from .gates import Gate
 from .groups import Graph, Plan, stays
+from .place import place
 from .surgery import RECIPE, Recipe, cut_copy, is_gated, write_recipe
 from .tape import named_tensors
 

@@ -6,14 +6,13 @@ gradient. As ε decays, every other gate tends to 1.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
-from .groups import Graph, stays
-from .norms import weigh, weight_of
+from .norms import weight_of
 from .surgery import spread
-from .tape import named_tensors
 
 ALPHA_START, EPS_START = 1.0, 0.1
 
@@ -22,6 +21,11 @@ def gate_value(alpha: Tensor, eps: Tensor | float) -> Tensor:
     """g_ε(α) = α² / (α² + ε)"""
     square = alpha * alpha
     return square / (square + eps)
+
+
+def gate_slope(alpha: Tensor, eps: Tensor | float) -> Tensor:
+    """dg/dα = 2αε / (α² + ε)²"""
+    return 2 * alpha * eps / (alpha * alpha + eps) ** 2
 
 
 class Gate(nn.Module):
@@ -86,8 +90,14 @@ class GatedWeight(nn.Module):
         )
         self.simple = simple
         self.register_buffer("units", units, persistent=False)
+        self.bank: Any = None  # computes the weights of a network together, where that pays
+        self.slot = 0
 
     def forward(self, weight: Tensor) -> Tensor:
+        if self.bank is not None and not torch.compiler.is_compiling():
+            ready: Tensor | None = self.bank.take(self.slot, weight)
+            if ready is not None:
+                return ready
         values: list[Tensor] = [gate.values() for gate in self.gates]  # type: ignore[operator]
         if self.simple:
             shape = [1] * weight.dim()
@@ -95,61 +105,3 @@ class GatedWeight(nn.Module):
             return weight * values[0].to(weight.dtype).reshape(shape)
         laid = spread(torch.cat(values), self.units, self.axis, weight.dim())
         return weight * laid.to(weight.dtype)
-
-
-def install(model: nn.Module, graph: Graph) -> dict[str, Gate]:
-    """Put a gate before every layer that merges open channels, in place."""
-    like = next(tensor for tensor in model.parameters() if tensor.is_floating_point())
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    gates = {
-        name: Gate(group.size, dtype=dtype).to(like.device) for name, group in graph.open.items()
-    }
-    place(model, graph, gates, torch.ones(graph.units, dtype=torch.bool, device="cpu"))
-    return gates
-
-
-def place(model: nn.Module, graph: Graph, gates: dict[str, Gate], alive: Tensor) -> None:
-    """Put gates into a model that has the units that are alive."""
-    tensors = dict(named_tensors(model))
-    home = next(iter(gates.values())).alpha.device
-
-    def local(units: Tensor) -> tuple[list[Gate], Tensor]:
-        return _local(graph, gates, units[stays(units, alive)], alive)
-
-    weigh(model, graph, lambda units: GateVector(*local(units)).to(home))
-    sites = {name: axes for name, axes in graph.sites.items() if name in tensors}
-    owners = {name: _owners(model, tensors[name]) for name in sites}
-    for name, axes in sites.items():
-        for axis, units in axes.items():
-            weight = GatedWeight(*local(units), axis).to(tensors[name].device)
-            for owner, leaf in owners[name]:
-                parametrize.register_parametrization(owner, leaf, weight)
-
-
-def _owners(model: nn.Module, tensor: Tensor) -> list[tuple[nn.Module, str]]:
-    """All places where a tensor is held: tied weights have several."""
-    return [
-        (module, leaf)
-        for module in model.modules()
-        for table in (module._parameters, module._buffers)
-        for leaf, held in table.items()
-        if held is tensor
-    ]
-
-
-def _local(
-    graph: Graph, gates: dict[str, Gate], units: Tensor, alive: Tensor
-) -> tuple[list[Gate], Tensor]:
-    """The gates that an axis needs, and its units counted among these (-1: no gate)."""
-    needed: list[Gate] = []
-    local = torch.full_like(units, -1)
-    rank = torch.cumsum(alive, 0) - 1  # among the units that are alive
-    start = 0
-    for name, group in graph.open.items():
-        mine = (units >= group.offset) & (units < group.offset + group.size)
-        if bool(mine.any()):
-            before = int(alive[: group.offset].sum())
-            local[mine] = rank[units[mine]] - before + start
-            needed.append(gates[name])
-            start += int(alive[group.offset : group.offset + group.size].sum())
-    return needed, local

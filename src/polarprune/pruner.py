@@ -16,8 +16,9 @@ from .budget import Budget
 from .compact import Rebuild, gates_in, plan_of, skeleton
 from .errors import PruneError
 from .flow import Rule
-from .gates import Gate, gate_value, install
+from .gates import Gate, gate_value
 from .groups import Graph, Plan
+from .place import install
 from .proof import count_macs, in_double, prove_equal
 from .report import Report
 from .schedule import Schedule

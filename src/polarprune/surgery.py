@@ -413,7 +413,16 @@ def plain(model: nn.Module) -> nn.Module:
     for module, tensor, value in gated:
         _fold_in(module, tensor, value)
     unweigh(model)
+    drop_hooks(model)
     return model
+
+
+def drop_hooks(model: nn.Module) -> None:
+    """Take away what gates do when the model is called."""
+    for hooks in (model._forward_pre_hooks, model._forward_hooks):
+        for key in [key for key, hook in hooks.items() if getattr(hook, "is_gate", False)]:
+            del hooks[key]
+            model._forward_hooks_always_called.pop(key, None)
 
 
 def is_gated(module: nn.Module) -> bool:
