@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 MODELS = ("resnet50", "densenet121", "vit_b_16")
 BLOCKS = (12, 24, 48, 96)
 RUNS = 5  # of the vision models
-FEWER = 3  # of the large ones; one of theirs
+FEWER = 3  # of `Pruner` and of the large ones; one of theirs
 LIMITS = {"llama": [3.0, 1.0], "export": [10.0, None]}  # seconds, GB above the imports
 
 
@@ -252,12 +252,11 @@ def main() -> None:
         **environment(),
         "threads": torch.get_num_threads(),
         "runs": RUNS,
-        "runs_of_large_ones": FEWER,
+        "fewer_runs": FEWER,
         "beside": [
-            row
-            for model in MODELS
-            for row in repeated([(who, model) for who in ("ours", "theirs", "pruner")], RUNS)
+            row for model in MODELS for row in repeated([("ours", model), ("theirs", model)], RUNS)
         ],
+        "pruner": repeated([("pruner", model) for model in MODELS], FEWER),
         "llama": repeated([("large", "")], FEWER)[0],
         "export": repeated([("export", "")], FEWER)[0],
         "theirs_large": repeated([("theirs_large", "")], 1)[0],

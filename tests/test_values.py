@@ -137,13 +137,17 @@ class Chosen(nn.Module):
         if self.by == "argmax":
             chosen = self.route(x.mean((2, 3))).argmax(1)
             return self.out(torch.stack([x, self.two(x)], 1)[torch.arange(len(x)), chosen])
+        if self.by == "data":
+            same = torch.zeros(x.shape)
+            same.data.copy_(x)
+            return self.out(self.two(x)[:, same.mean((0, 2, 3)).topk(8).indices])
         if self.by == "topk":
             return self.out(self.two(x)[:, self.two(x).mean((0, 2, 3)).topk(8).indices])
         index = self.score.argsort() if self.by == "score" else self.order.long()
         return self.out(self.two(x).index_select(1, index))
 
 
-@pytest.mark.parametrize("by", ["argmax", "topk", "score", "order"])
+@pytest.mark.parametrize("by", ["argmax", "topk", "data", "score", "order"])
 def test_indices_are_those_that_values_give(by: str) -> None:
     torch.manual_seed(0)
     model, x = Chosen(by), torch.randn(4, 3, 8, 8)
@@ -164,6 +168,8 @@ class Remembers(nn.Module):
         self.one, self.two = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 1)
         self.mean = nn.Parameter(torch.ones(8))
         self.plain, self.listed = torch.ones(8), [torch.ones(8)]
+        self.seen: list[Tensor] = []
+        self.by_name: dict[str, Tensor] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.one(x)
@@ -180,6 +186,10 @@ class Remembers(nn.Module):
             self.plain.add_(new)
         elif self.how == "listed":
             torch._foreach_add_(self.listed, [new])
+        elif self.how == "appended":
+            self.seen.append(new)
+        elif self.how == "named":
+            self.by_name["mean"] = new
         elif self.how == "out":
             torch.add(new, 1, out=self.plain)
         else:
@@ -188,7 +198,19 @@ class Remembers(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "how", ["data", "a view", "other data", "another", "plain", "listed", "out", "input"]
+    "how",
+    [
+        "data",
+        "a view",
+        "other data",
+        "another",
+        "plain",
+        "listed",
+        "appended",
+        "named",
+        "out",
+        "input",
+    ],
 )
 def test_nothing_that_was_made_up_stays_behind(how: str) -> None:
     torch.manual_seed(0)
@@ -197,6 +219,7 @@ def test_nothing_that_was_made_up_stays_behind(how: str) -> None:
     pp.trace(model, x)
     assert model.mean is mean and torch.equal(x, given)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert not model.seen and not model.by_name
     assert torch.equal(model.plain, torch.ones(8)) and torch.equal(model.listed[0], torch.ones(8))
 
 

@@ -123,6 +123,8 @@ class _Recorder(TorchDispatchMode):
                 value = self._seen(tensor)
                 if value is None or value.root not in self.made:
                     self.before.append((tensor, _copied(tensor)))
+                    if value is None or not (value.root.name or value.root in self.tape.inputs):
+                        self.tape.looked = True  # who knows what else lies there (x.data)
 
     def _judge(self, op: Op, stood_in: bool) -> None:
         """Integers decide what is computed (indices, lengths, choices): none may be made up."""
@@ -155,7 +157,7 @@ class _Watch(TorchFunctionMode):
 _READERS = {
     *(getattr(Tensor, name) for name in ("tolist", "numpy", "data_ptr", "storage",
       "untyped_storage", "tensor_split", "__array__", "__dlpack__", "__repr__", "__reduce_ex__")),
-    torch.tensor_split,
+    torch.tensor_split, Tensor.data.__set__,
 }  # fmt: skip
 
 

@@ -158,12 +158,9 @@ def untouched(model: nn.Module, training: bool | None = None) -> Iterator[None]:
     hooks, which some libraries put in as the model first runs.
     """
     attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
-    tables = [
-        (table, dict(table))
-        for held, _ in attributes
-        for key, table in held.items()
-        if isinstance(table, dict) and (key in ("_parameters", "_buffers") or "_hooks" in key)
-    ]
+    values = [(key, value) for held, _ in attributes for key, value in held.items()]
+    tables = [(v, dict(v)) for key, v in values if isinstance(v, dict) and key != "_modules"]
+    lists = [(value, list(value)) for _, value in values if isinstance(value, list)]
     tensors = [tensor for _, tensor in named_tensors(model)]
     memory = [(tensor, tensor.data) for tensor in tensors]
     buffers = [(t, t.detach().clone()) for t in tensors if not isinstance(t, nn.Parameter)]
@@ -177,6 +174,8 @@ def untouched(model: nn.Module, training: bool | None = None) -> Iterator[None]:
         for table, entries in [*attributes, *tables]:
             table.clear()
             table.update(entries)
+        for listed, items in lists:
+            listed[:] = items
         for tensor, held in memory:
             if tensor.data_ptr() != held.data_ptr() or tensor.shape != held.shape:
                 tensor.data = held
