@@ -6,7 +6,8 @@ the rest is run: ResNet-50, DenseNet-121 and ViT-B/16 at 224 x 224. A Llama of 1
 the meta device, and its export with real weights in float32; theirs has no meta device. What
 `Pruner` takes, with gates and the comparison in float64, is beside it. Transformers of 12 to 96
 blocks. Every run is a process of its own, the two libraries in turn; medians; memory is the peak
-above what the process had after its imports. Writes tracing.json beside this file:
+above what the process had after its imports; seconds of the CPU are there too, as a machine may
+have other work. Writes tracing.json beside this file:
 
     python benchmarks/tracing.py
 """
@@ -46,11 +47,12 @@ def begin() -> None:
 
 
 def measured(work: Callable[[], Any]) -> tuple[Any, dict]:
-    """What it gives; seconds, and how far memory is above the imports (at its peak, in GB)."""
-    start = time.perf_counter()
+    """What it gives; seconds (of the CPU, too), and GB above the imports, at the peak."""
+    start, busy = time.perf_counter(), time.process_time()
     result = work()
-    seconds = time.perf_counter() - start
-    return result, {"seconds": seconds, "memory_gb": max(0.0, memory("VmHWM") - imported)}
+    seconds, busy = time.perf_counter() - start, time.process_time() - busy
+    gb = max(0.0, memory("VmHWM") - imported)
+    return result, {"seconds": seconds, "cpu_seconds": busy, "memory_gb": gb}
 
 
 def vision(name: str) -> tuple[Any, Any]:
@@ -138,6 +140,7 @@ def theirs(name: str) -> dict:
         "graph_seconds": graph["seconds"],
         "pruner_seconds": made["seconds"],
         "seconds": graph["seconds"] + made["seconds"],
+        "cpu_seconds": graph["cpu_seconds"] + made["cpu_seconds"],
         "memory_gb": max(graph["memory_gb"], made["memory_gb"]),
     }
     try:

@@ -71,7 +71,7 @@ class _Recorder(TorchDispatchMode):
         if found is None:
             found = self._know(tensor, _value(tensor))
             if found.whole and not tensor.is_meta and tensor.numel() < 1_000_000:
-                found.data = _copied(tensor)
+                found.data = _copied(tensor) if tensor.numel() else tensor
         return found
 
     def values(self, tree: Any) -> list[Value]:
@@ -157,7 +157,7 @@ class _Watch(TorchFunctionMode):
 _READERS = {
     *(getattr(Tensor, name) for name in ("tolist", "numpy", "data_ptr", "storage",
       "untyped_storage", "tensor_split", "__array__", "__dlpack__", "__repr__", "__reduce_ex__")),
-    torch.tensor_split, Tensor.data.__set__,
+    torch.tensor_split, Tensor.data.__set__,  # type: ignore[attr-defined]
 }  # fmt: skip
 
 
@@ -183,9 +183,9 @@ _SMALL = 4096
 
 
 def _value(tensor: Tensor, name: str = "") -> Value:
-    whole = not (tensor.is_floating_point() or tensor.is_complex())
-    shape = tuple(tensor.shape)
-    return Value(shape, name, tensor.stride(), tensor.element_size(), whole=whole)
+    kind = tensor.dtype
+    whole = not (kind.is_floating_point or kind.is_complex)
+    return Value(tuple(tensor.shape), name, tensor.stride(), kind.itemsize, whole=whole)
 
 
 def _copied(tensor: Tensor) -> Tensor:

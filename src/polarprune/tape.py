@@ -158,9 +158,12 @@ def untouched(model: nn.Module, training: bool | None = None) -> Iterator[None]:
     hooks, which some libraries put in as the model first runs.
     """
     attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
-    values = [(key, value) for held, _ in attributes for key, value in held.items()]
-    tables = [(v, dict(v)) for key, v in values if isinstance(v, dict) and key != "_modules"]
-    lists = [(value, list(value)) for _, value in values if isinstance(value, list)]
+    values = [
+        (value, value.copy() if value else None)  # most are empty
+        for held, _ in attributes
+        for key, value in held.items()
+        if isinstance(value, (dict, list)) and key != "_modules"
+    ]
     tensors = [tensor for _, tensor in named_tensors(model)]
     memory = [(tensor, tensor.data) for tensor in tensors]
     buffers = [(t, t.detach().clone()) for t in tensors if not isinstance(t, nn.Parameter)]
@@ -171,14 +174,17 @@ def untouched(model: nn.Module, training: bool | None = None) -> Iterator[None]:
         with torch.random.fork_rng(sorted(gpus)), torch.no_grad():
             yield
     finally:
-        for table, entries in [*attributes, *tables]:
+        for table, entries in attributes:
             table.clear()
             table.update(entries)
-        for listed, items in lists:
-            listed[:] = items
-        for tensor, held in memory:
-            if tensor.data_ptr() != held.data_ptr() or tensor.shape != held.shape:
-                tensor.data = held
+        for value, content in values:
+            if value:
+                value.clear()
+            if content:
+                value.extend(content) if isinstance(value, list) else value.update(content)
+        for tensor, old in memory:
+            if tensor.data_ptr() != old.data_ptr() or tensor.shape != old.shape:
+                tensor.data = old
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
