@@ -97,16 +97,16 @@ def _place(layer: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
 
 def _connected(root: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """What the roots become when these labels are joined, pair by pair."""
-    while True:
+    while len(a):
         low = torch.minimum(root[a], root[b])
         new = root.clone()
         new.scatter_reduce_(0, root[a], low, "amin")
         new.scatter_reduce_(0, root[b], low, "amin")
         while not torch.equal(new, new[new]):
             new = new[new]
-        if torch.equal(new, root):
-            return root
-        root = new
+        apart = (new[a] != new[b]).nonzero().flatten()  # what is together stays so
+        root, a, b = new, a[apart], b[apart]
+    return root
 
 
 def along(vector: Tensor, axis: int, dim: int) -> Tensor:
