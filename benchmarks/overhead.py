@@ -91,8 +91,8 @@ CASES = {
     "resnet18": Case(lambda: vision("resnet18"), (32, 3, 128, 128), "cpu", "eager", 9, 1),
     "resnet56": Case(resnet56, (256, 3, 32, 32), "cuda", "captured", 7, 40),
     "mobilenetv2": Case(mobilenetv2, (256, 3, 32, 32), "cuda", "captured", 7, 20),
-    "resnet50": Case(lambda: vision("resnet50"), (128, 3, 224, 224), "cuda", "compiled", 7, 8),
-    "vit_b_16": Case(lambda: vision("vit_b_16"), (128, 3, 224, 224), "cuda", "compiled", 7, 8),
+    "resnet50": Case(lambda: vision("resnet50"), (256, 3, 224, 224), "cuda", "compiled", 7, 8),
+    "vit_b_16": Case(lambda: vision("vit_b_16"), (256, 3, 224, 224), "cuda", "compiled", 7, 8),
 }
 
 

@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import polarprune as pp
+from polarprune.compact import Pace
 
 Optimizers = Callable[[pp.Pruner], torch.optim.Optimizer]
 
@@ -301,20 +302,24 @@ def test_a_copy_of_the_model_has_its_own_weights() -> None:
     assert not {id(p) for p in twin.parameters()} & {id(p) for p in pruner.model.parameters()}
 
 
-def test_auto_compacts_a_few_times_and_changes_nothing_else() -> None:
-    def whole_run(compact: str | None) -> tuple[pp.Pruner, list[float], set[int]]:
-        pruner = pp.Pruner(net(), batch(0)[0], macs=0.4, steps=60, compact=compact)
-        optimizer = sgd(pruner)
-        pruner.attach(optimizer)
-        average = AveragedModel(pruner.model)
-        pruner.copies.append(average)
-        losses, sizes = [], set()
-        for number in range(60):
-            losses.append(step(pruner.model, optimizer, number))
-            average.update_parameters(pruner.model)
-            sizes.add(sum(p.numel() for p in pruner.model.parameters()))
-        return pruner, losses, sizes
+def whole_run(compact: str | None) -> tuple[pp.Pruner, list[float], set[int]]:
+    pruner = pp.Pruner(net(), batch(0)[0], macs=0.4, steps=60, compact=compact)
+    optimizer = sgd(pruner)
+    pruner.attach(optimizer)
+    average = AveragedModel(pruner.model)
+    pruner.copies.append(average)
+    losses, sizes = [], set()
+    for number in range(60):
+        losses.append(step(pruner.model, optimizer, number))
+        average.update_parameters(pruner.model)
+        sizes.add(sum(p.numel() for p in pruner.model.parameters()))
+    return pruner, losses, sizes
 
+
+def test_auto_compacts_a_few_times_and_changes_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("polarprune.pruner.time.perf_counter", lambda: 0.0)
     plain, losses, sizes = whole_run(None)
     pruner, same, fewer = whole_run("auto")
     assert same == pytest.approx(losses, rel=1e-8)
@@ -326,3 +331,38 @@ def test_auto_compacts_a_few_times_and_changes_nothing_else() -> None:
 def test_another_word_than_auto_is_refused() -> None:
     with pytest.raises(pp.PruneError, match=r"compact='always': give"):
         pp.Pruner(net(), batch(0)[0], macs=0.5, steps=10, compact="always")
+
+
+def test_shapes_change_only_where_the_steps_left_make_up_for_it() -> None:
+    pace = Pace()
+    for now in range(10):
+        pace.tick(float(now))
+    assert pace.pays(0.2, 1)  # nothing is known against it
+    pace.changed()
+    pace.tick(109.0)  # a step of 1 s, and 99 s to compile
+    assert (pace.step, pace.cost) == (1.0, 99.0)
+    assert pace.pays(0.2, 500) and not pace.pays(0.2, 490)
+    pace.tick(109.6)
+    assert pace.cost == 99.0
+
+
+def test_what_takes_too_long_is_not_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes a second, and the first after a change of shapes a million."""
+    now, changes = 0.0, 0
+    take_out = pp.Pruner._take_out
+
+    def noticed(self: pp.Pruner, *args: Any) -> None:
+        nonlocal now, changes
+        take_out(self, *args)
+        now, changes = now + 1e6, changes + 1
+
+    def clock() -> float:
+        nonlocal now
+        now += 1
+        return now
+
+    monkeypatch.setattr("polarprune.pruner.time.perf_counter", clock)
+    monkeypatch.setattr(pp.Pruner, "_take_out", noticed)
+    pruner, _, sizes = whole_run("auto")
+    assert changes == 1 and len(sizes) == 2
+    pruner.export()

@@ -20,8 +20,8 @@ ORDER = [
     "errors", "standins", "tape", "recorder", "labels", "flow", "moves", "merges", "rules", "emit",
     "capture", "groups", "forming", "spine", "cost", "rewire", "blocks", "norms", "attention",
     "leftovers", "surgery", "proof", "trial", "look", "trace", "gates", "bank", "place", "compact",
-    "prox", "schedule", "stepper", "budget", "controls", "html", "report", "pictures", "settings",
-    "pruner", "checkpoint", "bench", "demo", "cli",
+    "prox", "schedule", "stepper", "budget", "bench", "latency", "controls", "html", "report",
+    "pictures", "settings", "pruner", "checkpoint", "demo", "cli",
 ]
 # fmt: on
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("__"))

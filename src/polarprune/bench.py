@@ -40,8 +40,27 @@ def side_by_side(
     models: Mapping[str, nn.Module], example: Example, *, runs: int = 60, warm_up: int = 10
 ) -> dict[str, Timing]:
     """Time forward passes in eval mode, the models in turn; they are left in the mode they had."""
+    times = take_turns(models, example, runs=runs, warm_up=warm_up)
     args, kwargs = as_call(example)
-    modes = {name: model.training for name, model in models.items()}
+    first = next(iter(tensors_in((args, kwargs))), None)
+    batch = first.shape[0] if first is not None and first.dim() else 1
+    return {
+        name: Timing(
+            times[name],
+            count_macs(model, example),
+            sum(parameter.numel() for parameter in model.parameters()),
+            batch,
+        )
+        for name, model in models.items()
+    }
+
+
+def take_turns(
+    models: Mapping[str, nn.Module], example: Example, *, runs: int, warm_up: int = 3
+) -> dict[str, list[float]]:
+    """Milliseconds of forward passes in eval mode, the models in turn."""
+    args, kwargs = as_call(example)
+    modes = {name: [m.training for m in model.modules()] for name, model in models.items()}
     times: dict[str, list[float]] = {name: [] for name in models}
     try:
         for model in models.values():
@@ -57,23 +76,15 @@ def side_by_side(
                         times[name].append(1e3 * (time.perf_counter() - start))
     finally:
         for name, model in models.items():
-            model.train(modes[name])
-    first = next(iter(tensors_in((args, kwargs))), None)
-    batch = first.shape[0] if first is not None and first.dim() else 1
-    return {
-        name: Timing(
-            times[name],
-            count_macs(model, example),
-            sum(parameter.numel() for parameter in model.parameters()),
-            batch,
-        )
-        for name, model in models.items()
-    }
+            for module, training in zip(model.modules(), modes[name], strict=True):
+                module.training = training
+    return times
 
 
 def wait(model: nn.Module) -> None:
     """Until the device is done."""
-    if any(tensor.is_cuda for _, tensor in named_tensors(model)):
+    first = next(named_tensors(model), None)
+    if first is not None and first[1].is_cuda:
         torch.cuda.synchronize()
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .cost import Cost
+from .cost import Cost, Part
 from .errors import PruneError
 from .groups import WHOLE, Graph
 
@@ -55,6 +55,11 @@ class Budget:
         self.multiple = torch.where(narrow, sizes, self.multiple)
         self.minimum = torch.where(narrow, sizes * (self.minimum > 0), self.minimum)
 
+    def add(self, key: str, part: Part) -> None:
+        """Another resource, which the limits speak of."""
+        self.cost.parts[key] = part
+        self.whole[key] = max(self.cost.original()[key], 1)
+
     def excess(self, n: Tensor) -> Tensor:
         """How far above its limit the worst resource is, as a share of the original."""
         each = [self.cost.parts[key](n) / self.whole[key] - limit
@@ -77,8 +82,9 @@ class Budget:
         q = torch.zeros_like(self.cost.parts["macs"].q)
         b = torch.zeros_like(self.cost.parts["macs"].b)
         for key, weight in self.weights(n).items():
-            q = q + self.cost.parts[key].q * (weight / self.whole[key])
-            b = b + self.cost.parts[key].b * (weight / self.whole[key])
+            own_q, own_b = self.cost.parts[key].linear(n)
+            q = q + own_q * (weight / self.whole[key])
+            b = b + own_b * (weight / self.whole[key])
         return q, b
 
     def check_reachable(self) -> None:

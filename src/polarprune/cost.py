@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,14 @@ from .groups import Graph
 from .tape import named_tensors
 
 RESOURCES = ("macs", "params", "memory")
+
+
+class Part(Protocol):
+    """One resource as a function of the widths."""
+
+    def __call__(self, n: Tensor) -> Tensor: ...
+
+    def linear(self, n: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,10 @@ class Quadratic:
     def __call__(self, n: Tensor) -> Tensor:
         n = n.to(self.q)
         return 0.5 * (n @ self.q * n).sum(-1) + n @ self.b + self.c
+
+    def linear(self, n: Tensor) -> tuple[Tensor, Tensor]:
+        """Q and b of the price of a channel, Qn + b."""
+        return self.q, self.b
 
     def saving(self, n: Tensor) -> Tensor:
         """What closing one more unit of each group saves: R(n) - R(n - e_l), exactly."""
@@ -71,7 +84,7 @@ class Cost:
     def __init__(self, names: list[str], sizes: list[int], parts: Mapping[str, Quadratic]) -> None:
         self.names = names
         self.full = torch.tensor(sizes, dtype=torch.float64)
-        self.parts = dict(parts)
+        self.parts: dict[str, Any] = dict(parts)  # name -> Part
         self.extras: list[Extra] = []
         self.outputs: list[Output] = []
 

@@ -94,7 +94,7 @@ class GatedWeight(nn.Module):
         self.slot = 0
 
     def forward(self, weight: Tensor) -> Tensor:
-        if self.bank is not None and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and self.bank is not None:
             ready: Tensor | None = self.bank.take(self.slot, weight)
             if ready is not None:
                 return ready

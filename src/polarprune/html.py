@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 
 # Okabe and Ito's colours: told apart by the colour-blind. Dashes tell lines apart in grey print.
-BLUE, ORANGE = "#0072b2", "#d55e00"
+BLUE, ORANGE, GREEN = "#0072b2", "#d55e00", "#117733"
 _INK, _GREY, _GRID = "#1f2933", "#52606d", "#e1e6eb"
 
 _STYLE = """

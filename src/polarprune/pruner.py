@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,11 +14,12 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_map_only
 
 from .budget import Budget
-from .compact import Rebuild, gates_in, plan_of, skeleton
+from .compact import Pace, Rebuild, gates_in, plan_of, skeleton
 from .errors import PruneError
 from .flow import Rule
 from .gates import Gate, gate_value
 from .groups import Graph, Plan
+from .latency import Stopwatch
 from .place import install
 from .proof import count_macs, in_double, prove_equal
 from .report import Report
@@ -39,6 +41,8 @@ class Pruner:
         model: gets gates, in place.
         example_inputs: what `model(...)` takes: a tensor, or a tuple or dict of arguments.
         macs, params: budgets, as fractions of the original; met at the end, never exceeded.
+        latency: the same for the time of a forward pass in eval mode, measured on the example, here
+            and now; the exported model is within 5 % of it. Combines with the others.
         lam: instead of a budget, the paper's plain mode: a fixed λ, the ratio falls where it falls.
         steps: how many optimizer steps the training takes.
         keep: patterns of module names to leave whole.
@@ -46,7 +50,8 @@ class Pruner:
         schedule: how ε and the cost go down.
         rules: rules for operations that are not known, `{torch.ops.…: rule}` (see `trace`).
         norms: open channels that layer, RMS and group norms mix (see `trace`).
-        compact: "auto" calls `compact()` a few times, whenever a fifth of the MACs has gone.
+        compact: "auto" calls `compact()` a few times: whenever a fifth of the MACs has gone, if the
+            steps that are left will make up for the time it takes (for code compiled anew).
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class Pruner:
         *,
         macs: float | None = None,
         params: float | None = None,
+        latency: float | None = None,
         lam: float | None = None,
         steps: int,
         keep: str | Iterable[str] = (),
@@ -65,7 +71,8 @@ class Pruner:
         norms: bool = False,
         compact: str | None = None,
     ) -> None:
-        limits = check_settings(macs, params, lam, steps, multiple_of, compact)
+        wanted = {"macs": macs, "params": params, "latency": latency}
+        limits = check_settings(wanted, lam, steps, multiple_of, compact)
         self.model, self.example = model, example_inputs
         self.lam, self.steps, self.schedule = lam, steps, schedule
         self.multiple_of = multiple_of
@@ -74,9 +81,13 @@ class Pruner:
         )
         check_prunable(self.graph)
         self.budget = Budget(self.graph, limits or {"macs": 0.0}, multiple_of)
+        self.limits = limits
+        self._watch: Stopwatch | None = None
+        if latency is not None:
+            self._watch = Stopwatch(model, self.graph, example_inputs, latency)
+            self._watch.install(self.budget)
         if limits:
             self.budget.check_reachable()
-        self.limits = limits
         self._bare = skeleton(model)
         self._present = torch.ones(self.graph.units, dtype=torch.bool, device="cpu")
         self.gates: dict[str, Gate] = install(model, self.graph)
@@ -92,6 +103,7 @@ class Pruner:
         self.copies: list[nn.Module] = []  # of the gated model (averages), cut when it is
         self._compacts = compact == "auto"
         self._compacted = 1.0  # share of MACs when it last was
+        self._pace = Pace()
         self._control()
 
     # --- in the training loop ---------------------------------------------------------------------
@@ -156,6 +168,7 @@ class Pruner:
     def _count(self) -> None:
         due = self._is_due()
         self.step_count += 1
+        self._pace.tick(time.perf_counter())
         if due:
             self._control()
 
@@ -211,6 +224,8 @@ class Pruner:
             self._stepper.put(alpha)
         alpha = self._settle(alpha)
         n = self.budget.widths(alpha)
+        if self._watch is not None and not self.landed:
+            self._watch.look(n)
         q, b = self.budget.combined(n)
         self._stepper.q.copy_(q)
         self._stepper.b.copy_(b)
@@ -248,7 +263,7 @@ class Pruner:
         return alpha
 
     def _land(self, alpha: Tensor) -> Tensor:
-        alpha = self.budget.land(alpha)
+        alpha = (self._watch or self.budget).land(alpha)
         self._stepper.put(alpha)
         self.landed = True
         return alpha
@@ -269,8 +284,7 @@ class Pruner:
         self.history.append(
             {
                 "step": self.step_count,
-                "macs": share["macs"],
-                "params": share["params"],
+                **{key: value for key, value in share.items() if key != "memory"},
                 "closed": int((alpha == 0).sum()),
                 "between": int(((values > 0) & (values <= 0.5)).sum()),
                 "eps": self.schedule.eps(self.step_count, self.steps),
@@ -326,6 +340,7 @@ class Pruner:
             history=copy.deepcopy(self.history),
             proof=dict(self.proof),
             notes=list(self.graph.notes),
+            results={"latency_ms": self._watch.results} if self._watch else {},
         )
 
     # --- smaller while it trains ------------------------------------------------------------------
@@ -362,17 +377,16 @@ class Pruner:
         self._take_out(rebuild, optimizer)
 
     def _pays(self) -> bool:
-        """Shapes that change cost time (kernels are chosen, code is compiled): a few times will do.
-
-        A fifth of the MACs has gone; or less, but no more will.
-        """
-        share = self.history[-1]["macs"]
-        return bool(share <= (0.95 if self.landed else 0.8) * self._compacted)
+        """A fifth of the MACs has gone; or less, but no more will. And it is worth the time."""
+        gone = 1 - self.history[-1]["macs"] / self._compacted
+        enough = gone >= (0.05 if self.landed else 0.2)
+        return enough and self._pace.pays(gone, self.steps - self.step_count)
 
     def _take_out(self, rebuild: Rebuild, optimizer: Optimizer | None) -> None:
         if torch.equal(rebuild.after, rebuild.before):
             return
         rebuild.gated(self.model, self.gates, optimizer)
+        self._pace.changed()
         self._present = rebuild.after
         self._stepper.take_out(rebuild.after)
         self._compacted = self.graph.cost.share(self._widths())["macs"]
@@ -396,6 +410,8 @@ class Pruner:
             example = self._example_here()
             self.proof = self._prove(small, example)
             self._check_macs(small, example)
+            if self._watch is not None:
+                self._watch.check(small)
         return small
 
     def _prove(self, small: nn.Module, example: Example) -> dict[str, float]:
@@ -461,6 +477,7 @@ class Pruner:
             "compacted": self._compacted,
             "stepper": self._stepper.state(),
             "history": copy.deepcopy(self.history),
+            **({"latency": self._watch.state()} if self._watch else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -486,6 +503,8 @@ class Pruner:
         self._compacted = state["compacted"]
         self._stepper.put(torch.cat(list(state["alpha"].values())))
         self._stepper.load(state["stepper"])
+        if self._watch is not None:
+            self._watch.load(state["latency"])
 
 
 def _inner(model: nn.Module) -> nn.Module:

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 from . import html
 from .errors import PruneError
-from .html import BLUE, ORANGE, Line, Raw
+from .html import BLUE, GREEN, ORANGE, Line, Raw
 
-_NAMES = {"macs": "MACs", "params": "params", "memory": "memory (bytes)"}
+_NAMES = {"macs": "MACs", "params": "params", "memory": "memory (bytes)",
+          "latency": "latency (ns)"}  # fmt: skip
 _TITLE = "polarprune report"
 
 
@@ -22,7 +23,7 @@ _TITLE = "polarprune report"
 class Report:
     """The facts of one run.
 
-    `history` has a row for every look at the gates: step, macs and params (shares of the
+    `history` has a row for every look at the gates: step, macs, params, latency (shares of the
     original), closed, between (gates in (0, 0.5]), eps, lam, histogram (of gate values, 20 bins).
     `results` is what was measured around the run, all of it optional: table (rows of stage,
     accuracy, macs, params), identical_predictions, test_images, largest_difference, latency_ms
@@ -329,7 +330,8 @@ def _curve(report: Report, key: str, name: str, factor: float = 1, **style: Any)
 
 
 def _cost_lines(report: Report) -> list[Line]:
-    styles = {"macs": (BLUE, "none"), "params": (ORANGE, "7 4")}
+    styles = {"macs": (BLUE, "none"), "params": (ORANGE, "7 4"), "latency": (GREEN, "10 3 2 3")}
+    styles = {key: style for key, style in styles.items() if key in report.history[0]}
     last = report.history[-1]["step"]
     lines = [
         _curve(report, key, _NAMES[key], 100, colour=colour, dash=dash)

@@ -10,8 +10,7 @@ from .groups import Graph
 
 
 def check_settings(
-    macs: float | None,
-    params: float | None,
+    wanted: dict[str, float | None],
     lam: float | None,
     steps: int,
     multiple_of: int,
@@ -19,7 +18,7 @@ def check_settings(
 ) -> dict[str, float]:
     if compact not in (None, "auto"):
         raise PruneError(f'compact={compact!r}: give "auto", or call pruner.compact() yourself.')
-    limits = {k: v for k, v in (("macs", macs), ("params", params)) if v is not None}
+    limits = {key: value for key, value in wanted.items() if value is not None}
     if lam is not None and limits:
         raise PruneError(
             f"conflicting settings: lam={lam} leaves the ratio open, {' and '.join(limits)} set "

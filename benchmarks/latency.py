@@ -1,0 +1,79 @@
+"""Claim: a latency set in advance is the latency of the exported model, within 5 %.
+
+A short training on random images with `latency=0.6`; then the exported model beside the original,
+timed anew in turns (`polarprune.bench`), with the same example. MACs are shown beside: latency does
+not follow them. Writes latency.json beside this file:
+
+    python benchmarks/latency.py             # what this machine has
+    python benchmarks/latency.py resnet50
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from overhead import vision
+
+import polarprune as pp
+from polarprune.bench import environment, side_by_side
+
+STORE = Path(__file__).with_suffix(".json")
+STEPS, RUNS = 40, 60
+CASES: dict[str, dict[str, Any]] = {
+    "resnet18": {"batch": 4, "device": "cpu", "latency": 0.6},
+    "resnet50": {"batch": 1, "device": "cpu", "latency": 0.6},
+    "mobilenet_v2": {"batch": 4, "device": "cpu", "latency": 0.6},
+    "vit_b_16": {"batch": 1, "device": "cpu", "latency": 0.6},
+    "resnet50 on the GPU": {"batch": 64, "device": "cuda", "latency": 0.6},
+    "mobilenet_v2 on the GPU": {"batch": 64, "device": "cuda", "latency": 0.6},
+    "vit_b_16 on the GPU": {"batch": 64, "device": "cuda", "latency": 0.6},
+}
+
+
+def measure(name: str) -> dict[str, Any]:
+    case = CASES[name]
+    torch.manual_seed(0)
+    model = vision(name.split()[0]).to(case["device"])
+    images = torch.randn(case["batch"], 3, 224, 224, device=case["device"])
+    start = time.perf_counter()
+    pruner = pp.Pruner(model, images, latency=case["latency"], steps=STEPS)
+    ready = time.perf_counter() - start
+    assert pruner._watch is not None
+    original = pruner._watch.model
+    optimizer = torch.optim.SGD(pruner.param_groups(lr=1e-3), momentum=0.9)
+    pruner.attach(optimizer)
+    model.train()
+    few = images[:2] if "vit" in name else images[:4, :, :64, :64]
+    few = few.repeat(2, 1, 1, 1)  # a batch norm needs more than one
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        labels = torch.arange(len(few), device=few.device)
+        F.cross_entropy(model(few), labels).backward()
+        optimizer.step()
+    small = pruner.export()
+    found = side_by_side({"before": original, "after": small}, images, runs=RUNS)
+    share = found["after"].median / found["before"].median
+    return {
+        **case,
+        "milliseconds": {key: round(one.median, 3) for key, one in found.items()},
+        "share": round(share, 4),
+        "off": round(share / case["latency"] - 1, 4),
+        "macs": round(found["after"].macs / found["before"].macs, 4),
+        "ready_seconds": round(ready, 1),
+        "threads": torch.get_num_threads(),
+        "runs": RUNS,
+        **environment(),
+    }
+
+
+if __name__ == "__main__":
+    store = json.loads(STORE.read_text()) if STORE.exists() else {}
+    for name in sys.argv[1:] or CASES:
+        if CASES[name]["device"] == "cpu" or torch.cuda.is_available():
+            store[name] = measure(name)
+            print(name, store[name]["share"], store[name]["macs"], flush=True)
+            STORE.write_text(json.dumps(store, indent=1, sort_keys=True) + "\n")
