@@ -1,4 +1,4 @@
-"""Claim: a model is ready to prune in seconds, also a large one, and as fast as elsewhere.
+"""Claim: a model is ready to prune in seconds, also a large one, about as fast as elsewhere.
 
 From a model to "ready to prune" (`trace`: operations, groups, cost, trial cuts) beside
 Torch-Pruning (graph and pruner; an optional dependency), then half of the channels are taken and
