@@ -31,7 +31,7 @@ from polarprune.bench import environment, wait
 STORE = Path(__file__).with_suffix(".json")
 CASES: dict[str, dict[str, Any]] = {
     "resnet18": {"shape": (16, 3, 128, 128), "device": "cpu", "steps": 100, "every": 1},
-    "resnet50": {"shape": (256, 3, 224, 224), "device": "cuda", "steps": 3000, "every": 5,
+    "resnet50": {"shape": (256, 3, 224, 224), "device": "cuda", "steps": 1500, "every": 5,
                  "multiple_of": 32},
 }  # fmt: skip
 EPOCHS, IMAGES = 90, 1_281_167
