@@ -130,7 +130,8 @@ def proximal() -> list[str]:
     ]
     for row in stored("proximal").values():
         machine = f"{row['machine']}, {row['threads']} threads, torch {row['versions']['torch']}"
-        for case, value in row["milliseconds"].items():
+        cases = row["milliseconds"].items()
+        for case, value in sorted(cases, key=lambda item: (int(item[0].split()[0]), item[0])):
             limit = f"{row['limit']:.0f}"
             lines.append(
                 f"| {row['channels']:,} | {case} | **{value:.2f}** | {limit} | {machine} |"
