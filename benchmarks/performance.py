@@ -132,8 +132,115 @@ def _machine(device: str, rows: list[dict[str, Any]]) -> str:
     return ", ".join(" / ".join(sorted(values)) for values in found.values()) + "."
 
 
+def latency() -> list[str]:
+    lines = [
+        "## Latency as a budget",
+        "",
+        "The exported model's latency as a share of the original's, after a short training with "
+        "`latency=` on random images, 224 × 224; medians of runs in turns "
+        "([latency.py](../benchmarks/latency.py)). Ready: seconds until the model of the time is "
+        "fitted.",
+        "",
+        "| network | batch | original (ms) | budget | measured | off by | MACs left | ready (s) | "
+        "machine |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in stored("latency").items():
+        machine = f"{row['machine']}, {row['threads']} threads, torch {row['versions']['torch']}"
+        lines.append(
+            f"| {name} | {row['batch']} | {row['milliseconds']['before']:.1f} | {row['latency']} | "
+            f"**{row['share']:.3f}** | {row['off']:+.1%} | {row['macs']:.1%} | "
+            f"{row['ready_seconds']:.0f} | {machine} |"
+        )
+    return lines
+
+
+def tracing() -> list[str]:
+    found = stored("tracing")
+    versions = found["versions"]
+    lines = [
+        "## From a model to ready to prune",
+        "",
+        "Seconds and GB (peak above the imports) until channels can be taken: `trace`, which cuts "
+        "trial copies too, beside Torch-Pruning's graph and pruner, and what happened when half of "
+        "them was taken. `Pruner` has put in gates as well and compared outputs in float64. "
+        f"Medians of {found['runs']} runs that alternate (`Pruner`: {found['fewer_runs']}), each "
+        "in a process of its own "
+        "([tracing.py](../benchmarks/tracing.py)).",
+        "",
+        "| network | `trace` (s) | GB | half of it | Torch-Pruning (s) | GB | half of it | "
+        "`Pruner` (s) |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    cases: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in [*found["beside"], *found["pruner"]]:
+        cases.setdefault(row["model"], {})[row["case"]] = row
+    for model, row in cases.items():
+        cells = [cell for who in ("ours", "theirs") for cell in _ready(row[who])]
+        lines.append(f"| {model} | {' | '.join(cells)} | {row['pruner']['seconds']:.1f} |")
+    llama, export, theirs = found["llama"], found["export"], found["theirs_large"]
+    lines += [
+        "",
+        f"A Llama of {llama['parameters'] / 1e9:.1f} B parameters (ours: medians of "
+        f"{found['fewer_runs']} runs; Torch-Pruning: one run, as it needs the weights):",
+        "",
+        "| | ready (s) | GB | export in float32 (s) | GB |",
+        "|---|---|---|---|---|",
+        f"| polarprune, traced on the meta device | **{llama['seconds']:.1f}** | "
+        f"{llama['memory_gb']:.2f} | **{export['seconds']:.1f}** | {export['memory_gb']:.1f} |",
+    ]
+    if "missing" not in theirs:
+        lines.append(
+            f"| Torch-Pruning | {theirs['seconds']:.1f} | {theirs['memory_gb']:.1f} | "
+            f"{theirs['export_seconds']:.1f} | {theirs['export_memory_gb']:.1f} |"
+        )
+    rows = found["blocks"]
+    each = [f"{row['model']}: {row['seconds']:.2f} s" for row in rows]
+    growth = rows[-1]["seconds"] / rows[0]["seconds"]
+    more = int(rows[-1]["model"]) / int(rows[0]["model"])
+    lines += [
+        "",
+        f"Transformers by their number of blocks: {', '.join(each)} (×{growth:.1f} for "
+        f"×{more:.0f} blocks).",
+        "",
+        f"{found['machine']}, {found['threads']} threads, torch {versions['torch']}, "
+        f"Torch-Pruning {versions['torch-pruning']}, torchvision {versions['torchvision']}, "
+        f"transformers {versions['transformers']}.",
+    ]
+    return lines
+
+
+def _ready(row: dict[str, Any]) -> list[str]:
+    if "missing" in row:
+        return [row["missing"], "", ""]
+    number = f"**{row['seconds']:.2f}**" if row["case"] == "ours" else f"{row['seconds']:.2f}"
+    return [number, f"{row['memory_gb']:.2f}", row["half_of_it"].replace("|", "/")]
+
+
+def proximal() -> list[str]:
+    lines = [
+        "## The proximal step",
+        "",
+        "All gates of a model, as a `Pruner` steps them, by the number of groups they are in; "
+        "medians ([proximal.py](../benchmarks/proximal.py)).",
+        "",
+        "| gates | case | ms | limit (ms) | machine |",
+        "|---|---|---|---|---|",
+    ]
+    for row in stored("proximal").values():
+        machine = f"{row['machine']}, {row['threads']} threads, torch {row['versions']['torch']}"
+        cases = row["milliseconds"].items()
+        for case, value in sorted(cases, key=lambda item: (int(item[0].split()[0]), item[0])):
+            limit = f"{row['limit']:.0f}"
+            lines.append(
+                f"| {row['channels']:,} | {case} | **{value:.2f}** | {limit} | {machine} |"
+            )
+    return lines
+
+
 if __name__ == "__main__":
-    head = ["# Performance", "", "Ratios, measured side by side in one run. Generated by "
+    head = ["# Performance", "", "Measured side by side in one run. Generated by "
             "`benchmarks/performance.py` from the stored results.", ""]  # fmt: skip
-    sections = [*head, *overhead(), "", *shrinking(), "", *exported()]
-    PAGE.write_text("\n".join(sections) + "\n", encoding="utf-8")
+    parts = [overhead(), shrinking(), exported(), latency(), tracing(), proximal()]
+    lines = [line for part in parts for line in (*part, "")]
+    PAGE.write_text("\n".join([*head, *lines[:-1]]) + "\n", encoding="utf-8")

@@ -17,11 +17,11 @@ import polarprune
 PACKAGE = Path(polarprune.__file__).parent
 # fmt: off
 ORDER = [
-    "errors", "tape", "labels", "flow", "moves", "merges", "rules", "emit", "capture", "groups",
-    "spine", "cost", "rewire", "blocks", "norms", "attention", "leftovers", "surgery", "proof",
-    "trial", "look", "trace", "gates", "bank", "place", "compact", "prox", "schedule", "stepper",
-    "budget", "bench", "latency", "controls", "html", "report", "pictures", "settings", "pruner",
-    "checkpoint", "demo", "cli",
+    "errors", "standins", "tape", "recorder", "labels", "flow", "moves", "merges", "rules", "emit",
+    "capture", "groups", "forming", "spine", "cost", "rewire", "blocks", "norms", "attention",
+    "leftovers", "surgery", "proof", "trial", "look", "trace", "gates", "bank", "place", "compact",
+    "prox", "schedule", "stepper", "budget", "bench", "latency", "controls", "html", "report",
+    "pictures", "settings", "pruner", "checkpoint", "demo", "cli",
 ]
 # fmt: on
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("__"))

@@ -10,7 +10,10 @@ statistics: the mean is the value, the variance is zero.
 from __future__ import annotations
 
 import copy
+import math
 import operator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,8 +21,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules import batchnorm
 
-from .emit import decode, encode
-from .groups import Graph
+from .groups import Graph, module_of
+from .tape import named_tensors
 
 Edit = dict[str, Any]
 
@@ -44,19 +47,57 @@ class _Shallow(fx.Tracer):
         return tuple(proxy[i] for i in range(pieces)) if isinstance(pieces, int) else proxy
 
 
+_remembered: dict[nn.Module, fx.Graph | None] | None = None
+
+
+@contextmanager
+def remembering() -> Iterator[None]:
+    """No module changes inside: each is written down once."""
+    global _remembered
+    before, _remembered = _remembered, {}
+    try:
+        yield
+    finally:
+        _remembered = before
+
+
 def as_graph(module: nn.Module) -> fx.Graph | None:
-    """The module's forward as a graph, or None if it cannot be written down without an example."""
+    """The module's forward as a graph to look at, or None if that takes an example."""
+    if _remembered is None:
+        return write_down(module)
+    if module not in _remembered:
+        _remembered[module] = write_down(module)
+    return _remembered[module]
+
+
+def write_down(module: nn.Module) -> fx.Graph | None:
+    """The same anew, to be changed."""
     if "forward" in vars(module):
         return None  # replaced by the user; fx would read the one of the class
-    double, graphs = copy.copy(module), []  # what forward remembers must not end up in the module
+    double, family = copy.copy(module), type(module)  # what forward remembers must not stay
+    asked: list[bool] = []
+
+    def training(self: nn.Module) -> bool:
+        asked.append(True)
+        return bool(vars(self)["training"])
+
     try:
-        for double.training in (True, False):
-            graphs.append(_Shallow().trace(double))
-    except Exception:  # whatever the user's code does with a proxy
-        return None
-    if str(graphs[0]) != str(graphs[1]):
-        return None  # train and eval mode take different ways
-    return graphs[0]
+        double.__class__ = type(family.__name__, (family,), {"training": property(training)})
+    except Exception:  # a class that minds being derived from
+        asked.append(True)
+    ways: tuple[Any, ...] = ((), (math,))  # to have functions of numbers written down takes longer
+    for wrapped in ways:
+        try:
+            graphs = []
+            for vars(double)["training"] in (True, False):
+                graphs.append(_Shallow(wrapped).trace(double))
+                if not asked:
+                    return graphs[0]
+        except Exception:  # whatever the user's code does with a proxy
+            continue
+        # else train and eval mode take different ways
+        return graphs[0] if str(graphs[0]) == str(graphs[1]) else None
+    return None
 
 
 def owner_of(path: str, modules: dict[str, nn.Module]) -> str:
@@ -69,8 +110,10 @@ def owner_of(path: str, modules: dict[str, nn.Module]) -> str:
 
 def vanishing(path: str, module: nn.Module, graph: Graph, silent: set[str]) -> list[Edit]:
     """Edits that take branches out of a module, given the layers in it that read no channel."""
+    if not _adds_are_plain(path, graph):
+        return []
     found = graph.rewired[path].only if path in graph.rewired else as_graph(module)
-    if found is None or not _adds_are_plain(path, graph):
+    if found is None:
         return []
     constant: set[fx.Node] = set()
     sources = []
@@ -94,13 +137,8 @@ def _join(path: str, target: Any) -> str:
 
 def _adds_are_plain(path: str, graph: Graph) -> bool:
     """True if all sums in the module are of tensors of one shape, so that a vector will do."""
-    sums = [
-        op
-        for tape in graph.tapes
-        for op in tape.ops
-        if op.module == path
-        and op.func._overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_)
-    ]
+    adding = (torch.ops.aten.add, torch.ops.aten.add_)
+    sums = [op for op in graph.ops_in(path) if op.func._overloadpacket in adding]
     return bool(sums) and all(
         value.shape == op.outs[0].shape for op in sums for value in op.inputs()
     )
@@ -145,9 +183,9 @@ def take_out(graph: fx.Graph, edits: list[Edit]) -> set[str]:
 
 def left_out(path: str, module: nn.Module, graph: Graph, edits: list[Edit]) -> set[str]:
     """The modules that go with the branches."""
-    found = decode(encode(graph.rewired[path])).only if path in graph.rewired else as_graph(module)
+    found = graph.rewired[path].only if path in graph.rewired else as_graph(module)
     assert found is not None, "edits were made for it"
-    gone = take_out(found, edits)
+    gone = take_out(copy.deepcopy(found), edits)
     return {
         _join(path, name)
         for name, _ in module.named_modules()
@@ -157,3 +195,27 @@ def left_out(path: str, module: nn.Module, graph: Graph, edits: list[Edit]) -> s
 
 def one_point(x: torch.Tensor) -> torch.Tensor:
     return x[:1]
+
+
+def dropped_with(model: nn.Module, graph: Graph, groups: Iterable[str]) -> dict[str, set[str]]:
+    """For each group the tensors that go when it closes entirely, though their channels stay."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    tensors: dict[str, list[str]] = {}
+    for name, _ in named_tensors(model):
+        tensors.setdefault(module_of(name), []).append(name)
+    outline, found = graph.outline(), {}
+    for group in groups:
+        emptied = outline.emptied(outline.settle(outline.alive({group: []})))
+        wasted = {name for name, _ in emptied}
+        silent = {
+            module_of(name)
+            for name, axis in emptied
+            if axis in graph.sites.get(name, {})
+            and all((name, k) not in emptied for k in graph.axes[name].keys() - graph.sites[name])
+        }
+        gone: set[str] = set()
+        for path in dict.fromkeys(owner_of(layer, modules) for layer in sorted(silent)):
+            edits = vanishing(path, modules[path], graph, silent)
+            gone |= left_out(path, modules[path], graph, edits) if edits else set()
+        found[group] = {name for path in gone for name in tensors.get(path, [])} - wasted
+    return found

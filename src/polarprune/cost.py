@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .flow import Contraction
-from .groups import WHOLE, Graph
+from .groups import Graph
 from .tape import named_tensors
 
 RESOURCES = ("macs", "params", "memory")
@@ -120,35 +120,45 @@ class _Sum:
     """Adds up terms coef · Π (u·n + c), each a product of at most two axes."""
 
     def __init__(self, graph: Graph) -> None:
-        groups = list(graph.open.values())
-        owner = [i for i, g in enumerate(groups) for _ in range(g.size)]
-        self.owner = torch.tensor(owner, dtype=torch.long)
-        self.sizes = torch.tensor([g.size for g in groups], dtype=torch.float64)
-        size = len(groups)
+        sizes = torch.tensor([g.size for g in graph.open.values()], dtype=torch.long)
+        size = len(sizes)
+        owner = torch.arange(size).repeat_interleave(sizes)
+        self.owner = torch.cat([owner, torch.tensor([size])])  # the last: of what stays
+        self.sizes = sizes.double()
         self.q = torch.zeros(size, size, dtype=torch.float64)
         self.b = torch.zeros(size, dtype=torch.float64)
         self.c = 0.0
+        self._known: dict[int, tuple[Tensor, Tensor, float]] = {}
 
     def linear(self, units: Tensor) -> tuple[Tensor, float]:
         """How an axis shrinks with the widths: u (per group, per unit) and what stays."""
-        mine = units[units != WHOLE]
-        counts = torch.bincount(self.owner[mine], minlength=len(self.sizes)).double()
-        return counts / self.sizes, float(units.numel() - mine.numel())
+        if id(units) not in self._known:
+            counts = torch.bincount(self.owner[units], minlength=len(self.sizes) + 1).double()
+            self._known[id(units)] = units, counts[:-1] / self.sizes, float(counts[-1])
+        return self._known[id(units)][1:]
 
     def add(self, coef: float, axes: list[Tensor]) -> None:
-        live = [axis for axis in axes if bool((axis != WHOLE).any())]
+        live = []
+        for axis in axes:
+            u, whole = self.linear(axis)
+            if whole == axis.numel():
+                coef *= whole
+            else:
+                live.append((u, whole))
         assert len(live) <= 2, "a cost of higher degree than two"
-        coef *= math.prod(axis.numel() for axis in axes if not bool((axis != WHOLE).any()))
         if not live:
             self.c += coef
             return
-        u, cu = self.linear(live[0])
+        u, cu = live[0]
         if len(live) == 1:
             self.b += coef * u
             self.c += coef * cu
             return
-        v, cv = self.linear(live[1])
-        self.q += coef * (torch.outer(u, v) + torch.outer(v, u))
+        v, cv = live[1]
+        rows, columns = u.nonzero().flatten(), v.nonzero().flatten()  # few of many groups
+        product = coef * torch.outer(u[rows], v[columns])
+        self.q[rows[:, None], columns] += product
+        self.q[columns[:, None], rows] += product.T
         self.b += coef * (u * cv + v * cu)
         self.c += coef * cu * cv
 
@@ -158,7 +168,7 @@ class _Sum:
 
 def measure(model: nn.Module, graph: Graph) -> Cost:
     """The cost model of a traced network (of its first tape: the run in eval mode)."""
-    macs, params, memory = _Sum(graph), _Sum(graph), _Sum(graph)
+    macs = _Sum(graph)
     first = set(graph.tapes[0].ops)
     counted, outputs = set(), []
     for item in graph.contractions:
@@ -166,17 +176,20 @@ def measure(model: nn.Module, graph: Graph) -> Cost:
             counted.add(item.op)
             size = math.prod(factor.numel() for factor in item.factors)
             macs.add(item.op.macs / size, item.factors)
-            outputs.append(_output(graph, item, memory))
+            outputs.append(_output(graph, item, macs))
     for op in graph.tapes[0].ops:
         if op.macs and op not in counted:
             macs.add(op.macs, [])
-    parameters = {name for name, _ in model.named_parameters()}
-    for name, tensor in named_tensors(model):
-        axes = _axes(graph, name, tensor)
-        if name in parameters:
-            params.add(1, axes)
-            memory.add(tensor.element_size(), axes)
-    parts = {"macs": macs.done(), "params": params.done(), "memory": memory.done()}
+    sums: dict[int, _Sum] = {}  # by the bytes of an element
+    for name, tensor in model.named_parameters():
+        size = tensor.element_size()
+        sums[size] = sums.get(size) or _Sum(graph)
+        sums[size].add(*_term(graph, name, tensor))
+    parts = {
+        "macs": macs.done(),
+        "params": _total(graph, [(1, part) for part in sums.values()]),
+        "memory": _total(graph, list(sums.items())),
+    }
     cost = Cost(list(graph.open), [g.size for g in graph.open.values()], parts)
     cost.outputs = outputs
     return cost
@@ -189,16 +202,27 @@ def add_extras(model: nn.Module, graph: Graph, dropped: Mapping[str, set[str]]) 
     for name, tensor in named_tensors(model):
         groups = [names.index(group) for group, tensors in dropped.items() if name in tensors]
         if groups:
-            params, memory = _Sum(graph), _Sum(graph)
-            axes = _axes(graph, name, tensor)
-            params.add(name in parameters, axes)
-            memory.add(tensor.element_size() * (name in parameters), axes)
-            graph.cost.extras.append(Extra(torch.tensor(groups), params.done(), memory.done()))
+            part, size = _Sum(graph), tensor.element_size()
+            if name in parameters:
+                part.add(*_term(graph, name, tensor))
+            params, memory = part.done(), _total(graph, [(size, part)])
+            graph.cost.extras.append(Extra(torch.tensor(groups), params, memory))
 
 
-def _axes(graph: Graph, name: str, tensor: Tensor) -> list[Tensor]:
-    whole = [torch.full((size,), WHOLE) for size in tensor.shape]
-    return [graph.axes.get(name, {}).get(axis, whole[axis]) for axis in range(tensor.dim())]
+def _term(graph: Graph, name: str, tensor: Tensor) -> tuple[int, list[Tensor]]:
+    """The elements of a tensor as a product: what stays, and the axes along which units go."""
+    axes = graph.axes.get(name, {})
+    stay = math.prod(size for axis, size in enumerate(tensor.shape) if axis not in axes)
+    return stay, list(axes.values())
+
+
+def _total(graph: Graph, parts: list[tuple[int, _Sum]]) -> Quadratic:
+    total = _Sum(graph)
+    for times, part in parts:
+        total.q += times * part.q
+        total.b += times * part.b
+        total.c += times * part.c
+    return total.done()
 
 
 def _output(graph: Graph, item: Contraction, total: _Sum) -> Output:

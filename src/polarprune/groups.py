@@ -1,4 +1,4 @@
-"""From joined labels to groups: the channels that live and die together, and what is frozen.
+"""Groups: the channels that live and die together, where they occur, and what a plan leaves.
 
 A *unit* is one component of joined labels: the smallest thing that can be removed. A *group* is
 the set of units that occur on the same axes equally often: they have the same producers, the same
@@ -7,8 +7,7 @@ consumers and the same price.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -17,8 +16,8 @@ from torch import Tensor
 
 from .emit import Emission
 from .errors import PruneError
-from .flow import Contraction, Flow, Statistic
-from .labels import Axis, Labels, support
+from .flow import Contraction, Statistic
+from .labels import support
 from .tape import Op, Tape, Value
 
 if TYPE_CHECKING:
@@ -87,11 +86,12 @@ class Graph:
     def alive(self, plan: Plan) -> Tensor:
         """One truth value a unit, from a plan; groups it does not name stay whole."""
         alive = torch.ones(self.units, dtype=torch.bool, device="cpu")
+        groups = self.open
         for name, kept in plan.items():
-            group = self.open.get(name)
+            group = groups.get(name)
             if group is None:
                 raise PruneError(
-                    f"plan: there is no open group {name!r}. Open groups: {', '.join(self.open)}."
+                    f"plan: there is no open group {name!r}. Open groups: {', '.join(groups)}."
                 )
             if not all(0 <= index < group.size for index in kept):
                 raise PruneError(f"plan: group {name!r} has channels 0 to {group.size - 1} only.")
@@ -101,15 +101,65 @@ class Graph:
 
     def settle(self, alive: Tensor) -> Tensor:
         """Without the units that are read only by layers of which nothing is left."""
+        (makers, made), (readers, read), open_ended = self._wires
         while True:
+            busy = open_ended.clone()
+            busy[makers[stays(made, alive)]] = True
             useful = torch.zeros_like(alive)
-            for item in self.contractions:
-                if not item.makes or any(bool(stays(units, alive).any()) for units in item.makes):
-                    for units in item.sites:
-                        useful[units[units != WHOLE]] = True
+            useful[read[busy[readers]]] = True
             if bool((useful | ~alive).all()):
                 return alive
             alive = alive & useful
+
+    @cached_property
+    def _wires(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], Tensor]:
+        """Contractions, by number, and the units they make and read; which ones make no unit."""
+        makers, made = _flat([item.makes for item in self.contractions])
+        readers, read = _flat([item.sites for item in self.contractions])
+        gated = read != WHOLE
+        ends = [not item.makes for item in self.contractions]
+        open_ended = torch.tensor(ends, dtype=torch.bool, device="cpu")
+        return (makers, made), (readers[gated], read[gated]), open_ended
+
+    def outline(self) -> Graph:
+        """The same with one unit for each group: enough where groups close entirely or not."""
+        names = list(self.open)
+        owner = [number for number, name in enumerate(names) for _ in range(self.groups[name].size)]
+        owners = torch.tensor([*owner, WHOLE], device="cpu")
+
+        known: dict[int, Tensor] = {}
+
+        def few(units: Tensor) -> Tensor:
+            if id(units) not in known:
+                known[id(units)] = torch.unique(owners[units])
+            return known[id(units)]
+
+        def of_axes(tensors: dict[str, dict[int, Tensor]]) -> dict[str, dict[int, Tensor]]:
+            return {name: {k: few(u) for k, u in axes.items()} for name, axes in tensors.items()}
+
+        groups = {k: replace(self.groups[k], size=1, offset=n) for n, k in enumerate(names)}
+        contractions = [
+            Contraction(item.op, [], [few(u) for u in item.sites], [few(u) for u in item.makes])
+            for item in self.contractions
+        ]
+        return replace(self, groups=groups, axes=of_axes(self.axes), contractions=contractions)
+
+    def emptied(self, alive: Tensor) -> set[tuple[str, int]]:
+        """The axes of tensors along which nothing is left."""
+        places, (numbers, units) = self._places
+        left = torch.zeros(len(places), dtype=torch.bool, device="cpu")
+        left[numbers[stays(units, alive)]] = True
+        return {places[number] for number in (~left).nonzero().flatten().tolist()}
+
+    @cached_property
+    def _places(self) -> tuple[list[tuple[str, int]], tuple[Tensor, Tensor]]:
+        places = [(name, axis) for name, axes in self.axes.items() for axis in axes]
+        return places, _flat([[self.axes[name][axis]] for name, axis in places])
+
+    @cached_property
+    def _recent(self) -> tuple[Tensor | None, dict[tuple[int, ...], Tensor]]:
+        """What is left along an axis of some layers, for the last question."""
+        return None, {}
 
     @cached_property
     def _known_axes(self) -> dict[int, tuple[int, ...]]:
@@ -155,18 +205,23 @@ class Graph:
 
     def kept(self, value: Value, axis: int, alive: Tensor) -> Tensor | None:
         """Which indices along an axis of a tensor stay, or None if no label varies along it."""
-        left = [
-            stays(units, alive).movedim(axis, 0).reshape(units.shape[axis], -1).any(1)
-            for units in self.values.get(value, [])
-            if axis in self._axes_of(units)
-        ]
-        return torch.stack(left).all(0) if left else None
+        layers = [units for units in self.values.get(value, []) if axis in self._axes_of(units)]
+        if self._recent[0] is not alive:
+            self._recent = alive, {}
+        key = (axis, *map(id, layers))
+        if layers and key not in self._recent[1]:
+            left = [
+                stays(units, alive).movedim(axis, 0).reshape(units.shape[axis], -1).any(1)
+                for units in layers
+            ]
+            self._recent[1][key] = torch.stack(left).all(0)
+        return self._recent[1].get(key)
 
     def _axes_of(self, units: Tensor) -> tuple[int, ...]:
         """The axes along which there are different units."""
         if id(units) not in self._known_axes:
             axes = support(units)
-            found = tuple(axis for axis in axes if len(axes) == 1 or _varies(units, axis))
+            found = tuple(axis for axis in axes if len(axes) == 1 or varies(units, axis))
             self._known_axes[id(units)] = found or axes[-1:]
         return self._known_axes[id(units)]
 
@@ -184,237 +239,29 @@ class Graph:
         return table(self)
 
 
+def _flat(vectors: list[list[Tensor]]) -> tuple[Tensor, Tensor]:
+    """All elements in one vector, and with each the number of the list it comes from."""
+    numbers = [number for number, mine in enumerate(vectors) for _ in mine]
+    flat = [vector.flatten() for mine in vectors for vector in mine]
+    if not flat:
+        return (torch.empty(0, dtype=torch.long, device="cpu"),) * 2
+    sizes = torch.tensor([len(vector) for vector in flat], device="cpu")
+    return torch.tensor(numbers, device="cpu").repeat_interleave(sizes), torch.cat(flat)
+
+
 def stays(units: Tensor, alive: Tensor) -> Tensor:
     """Which of these are alive; what belongs to no open group always is."""
     return torch.cat([alive, alive.new_ones(1)])[units]
 
 
-def follow(tapes: Sequence[Tape], flow: Flow, keep: Iterable[tuple[str, str]]) -> None:
-    """Send labels through the tapes, freeze what `keep` names, and make cuts rectangular."""
-    for tape in tapes:
-        flow.run(tape)
-    for tensor, pattern in keep:
-        for axis in flow.labels.axes:
-            if axis.tensor == tensor:
-                labels = torch.arange(axis.start, axis.start + axis.size)
-                flow.labels.freeze(labels, f"kept whole by keep={pattern!r}")
-    _decide(flow)
-    _make_rectangular(flow)
-    _limit(flow)
-
-
-def _decide(flow: Flow) -> None:
-    """Where labels along one axis met labels along several: join them, or keep that axis whole.
-
-    A scale for every place within a head (rotary positions, a norm of queries) would tie all heads
-    together; where heads go as a whole, the places within a head stay.
-    """
-    root = flow.labels.roots()
-    for wide, narrow in flow.pending:
-        if any(_varies(root[wide], axis) for axis in support(narrow)):
-            flow.labels.join(wide, narrow)
-        else:
-            flow.labels.freeze(narrow, "a place within a unit that goes as a whole")
-
-
-def _limit(flow: Flow) -> None:
-    """A product of three open widths has no place in a quadratic cost: the last of them stays."""
-    wide = [item for item in flow.contractions if len(item.factors) > 2]
-    root = flow.labels.roots() if wide else torch.tensor(())
-    frozen = set(flow.labels.reasons(root)) if wide else set()
-    for item in wide:
-        units = [set(root[factor].tolist()) for factor in item.factors]
-        for number in [k for k, mine in enumerate(units) if mine - frozen][2:]:
-            why = f"product of two sets of channels in {item.op.where}"
-            flow.labels.freeze(item.factors[number], why)
-            frozen |= units[number]
-
-
-def _make_rectangular(flow: Flow) -> None:
-    """Where labels vary along several axes, let whole slices along one of them be the unit."""
-    while True:
-        root = flow.labels.roots()
-        changed = False
-        for layer in flow.wide:
-            units = root[layer]
-            axes = [axis for axis in support(layer) if _varies(units, axis)]
-            if len(axes) > 1:
-                flow.labels.flatten_onto(layer, (_best_axis(units, axes),))
-                changed = True
-        if not changed:
-            return
-
-
-def _varies(units: Tensor, axis: int) -> bool:
+def varies(units: Tensor, axis: int) -> bool:
     return bool((units != units.narrow(axis, 0, 1)).any())
-
-
-def _best_axis(units: Tensor, axes: list[int]) -> int:
-    """The axis that leaves most units when all others are joined."""
-
-    def left(axis: int) -> int:
-        trial = Labels()
-        trial.fresh(int(units.max()) + 1)
-        trial.flatten_onto(units, (axis,))
-        return int(trial.roots()[units].unique().numel())
-
-    return max(axes, key=left)
-
-
-def build(tapes: Sequence[Tape], flow: Flow, held: Mapping[str, str]) -> Graph:
-    """Components of labels become units, units with the same occurrences become groups.
-
-    `held` names groups that stay whole for a reason that was found out later.
-    """
-    root = flow.labels.roots()
-    reasons = flow.labels.reasons(root)
-    consumed = _site_axes(flow)
-    produced = _factor_axes(flow) - consumed
-    occurrences = _occurrences(flow.labels, root)
-    families: dict[tuple[tuple[int, int], ...], list[int]] = {}
-    for unit, found in occurrences.items():
-        if any(axis in consumed or axis in produced for axis, _ in found):
-            families.setdefault(tuple(found), []).append(unit)
-    groups: dict[str, Group] = {}
-    position = torch.full((flow.labels.count,), WHOLE)
-    offset = 0
-    for where, units in sorted(families.items(), key=lambda item: min(item[1])):
-        for reason, members in _by_reason(units, where, consumed, produced, reasons):
-            group = _group(flow.labels.axes, where, members, reason, consumed, produced, groups)
-            if not group.frozen and group.name in held:
-                group.frozen, group.reason = True, held[group.name]
-            if not group.frozen:
-                group.offset, offset = offset, offset + group.size
-                position[torch.tensor(members)] = torch.arange(group.offset, offset)
-            groups[group.name] = group
-    return _graph(tapes, flow, groups, position[root])
-
-
-def _site_axes(flow: Flow) -> set[int]:
-    return _axes_with(flow.labels, [site for item in flow.contractions for site in item.sites])
-
-
-def _factor_axes(flow: Flow) -> set[int]:
-    return _axes_with(flow.labels, [f for item in flow.contractions for f in item.factors])
-
-
-def _axes_with(labels: Labels, vectors: list[Tensor]) -> set[int]:
-    """The numbers of the axes to which these labels were given."""
-    if not vectors:
-        return set()
-    wanted = torch.cat(vectors).unique()
-    starts = torch.tensor([axis.start for axis in labels.axes])
-    ends = starts + torch.tensor([axis.size for axis in labels.axes])
-    number = torch.searchsorted(starts, wanted, right=True) - 1
-    return set(number[wanted < ends[number]].unique().tolist())
-
-
-def _occurrences(labels: Labels, root: Tensor) -> dict[int, list[tuple[int, int]]]:
-    """Unit -> the axes it occurs on, with how often."""
-    found: dict[int, list[tuple[int, int]]] = {}
-    for number, axis in enumerate(labels.axes):
-        units, counts = root[axis.start : axis.start + axis.size].unique(return_counts=True)
-        for unit, count in zip(units.tolist(), counts.tolist(), strict=True):
-            found.setdefault(unit, []).append((number, count))
-    return found
-
-
-def _by_reason(
-    units: list[int],
-    where: tuple[tuple[int, int], ...],
-    consumed: set[int],
-    produced: set[int],
-    reasons: dict[int, str],
-) -> Iterator[tuple[str, list[int]]]:
-    """Open units first, then the frozen ones, a group for each reason."""
-    lacking = ""
-    if not any(axis in consumed for axis, _ in where):
-        lacking = "no layer merges these channels, so no gate can close them"
-    elif not any(axis in produced for axis, _ in where):
-        lacking = "no layer makes these channels"
-    sorted_out: dict[str, list[int]] = {}
-    for unit in units:
-        sorted_out.setdefault(reasons.get(unit, lacking), []).append(unit)
-    yield from sorted(sorted_out.items())
-
-
-def _group(
-    axes: list[Axis],
-    where: tuple[tuple[int, int], ...],
-    members: list[int],
-    reason: str,
-    consumed: set[int],
-    produced: set[int],
-    taken: dict[str, Group],
-) -> Group:
-    def owner(number: int) -> str:
-        return module_of(axes[number].tensor) or axes[number].tensor
-
-    producers = [owner(i) for i, _ in where if i in produced]
-    consumers = [owner(i) for i, _ in where if i in consumed]
-    base = (producers or consumers)[0]
-    name, number = base, 2
-    while name in taken:
-        name, number = f"{base}#{number}", number + 1
-    return Group(
-        name=name,
-        size=len(members),
-        producers=tuple(dict.fromkeys(producers)),
-        consumers=tuple(dict.fromkeys(consumers)),
-        frozen=bool(reason),
-        reason=reason,
-    )
 
 
 def module_of(tensor: str) -> str:
     """The module that owns a parameter: `layer1.conv.weight` -> `layer1.conv`."""
     path = tensor.split(".parametrizations.")[0] if ".parametrizations." in tensor else tensor
     return path.rpartition(".")[0] if path == tensor else path
-
-
-def _graph(tapes: Sequence[Tape], flow: Flow, groups: dict[str, Group], position: Tensor) -> Graph:
-    axes: dict[str, dict[int, Tensor]] = {}
-    sites: dict[str, dict[int, Tensor]] = {}
-    consumed = _site_axes(flow)
-    for number, axis in enumerate(flow.labels.axes):
-        units = position[axis.start : axis.start + axis.size]
-        if bool((units != WHOLE).any()):
-            axes.setdefault(axis.tensor, {})[axis.axis] = units
-            if number in consumed:
-                sites.setdefault(axis.tensor, {})[axis.axis] = units
-    known: dict[int, Tensor] = {}  # many tensors share a layer
-    for layer in (layer for layers in flow._layers.values() for layer in layers):
-        if id(layer) not in known:
-            known[id(layer)] = position[layer]
-    values = {
-        value: [known[id(layer)] for layer in layers] for value, layers in flow._layers.items()
-    }
-    contractions = [_in_units(item, position) for item in flow.contractions]
-    shapes = {
-        value.name: value.shape
-        for tape in tapes
-        for op in tape.ops
-        for value in op.inputs()
-        if value.name
-    }
-    graph = Graph(groups, axes, sites, contractions, shapes, values, list(tapes))
-    for op, layer, along in flow.baked:
-        units = position[layer]
-        if bool((units != WHOLE).any()) and _varies(units, along):
-            graph.baked[op] = units
-    for item in flow.statistics:
-        units = position[item.layer]
-        if bool((units != WHOLE).any()):
-            graph.statistics.append(Statistic(item.op, units))
-    graph.unknown, graph.fillings = dict(flow.unknown), set(flow._uniform)
-    return graph
-
-
-def _in_units(item: Contraction, position: Tensor) -> Contraction:
-    def units(vectors: list[Tensor]) -> list[Tensor]:
-        return [position[vector] for vector in vectors]
-
-    return Contraction(item.op, units(item.factors), units(item.sites), units(item.makes))
 
 
 def table(graph: Graph) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,9 @@ class Labels:
     def __init__(self) -> None:
         self.count = 0
         self.axes: list[Axis] = []
-        self._pairs: list[Tensor] = []
+        self._pairs: list[Tensor] = []  # joined since roots were looked for
+        self._root = torch.arange(0)
+        self._joined: dict[Any, tuple[Tensor, Tensor]] = {}  # by where they lie, kept there
         self._frozen: list[tuple[Tensor, str]] = []
 
     def fresh(self, size: int) -> Tensor:
@@ -50,13 +53,15 @@ class Labels:
         return layers
 
     def join(self, left: Tensor, right: Tensor) -> None:
-        """Element by element after broadcasting."""
-        if left is not right:
+        """Element by element after broadcasting; the next tape often says the same once more."""
+        key = (_place(left), _place(right))
+        if key[0] != key[1] and key not in self._joined:
+            self._joined[key] = left, right
             a, b = torch.broadcast_tensors(left, right)
             self._pairs.append((a * _WIDE + b).flatten())
 
     def freeze(self, layer: Tensor, reason: str) -> None:
-        self._frozen.append((layer.unique(), reason))
+        self._frozen.append((compress(layer).flatten(), reason))
 
     def flatten_onto(self, layer: Tensor, axes: tuple[int, ...]) -> Tensor:
         """Join along all axes but these, and give the layer back as it varies along these only."""
@@ -69,29 +74,39 @@ class Labels:
 
     def roots(self) -> Tensor:
         """For every label the smallest label it is joined with (connected components)."""
-        root = torch.arange(self.count)
-        if not self._pairs:
-            return root
-        self._pairs = [torch.cat(self._pairs).unique()]
-        a, b = self._pairs[0] // _WIDE, self._pairs[0] % _WIDE
-        while True:
-            low = torch.minimum(root[a], root[b])
-            new = root.clone()
-            new.scatter_reduce_(0, root[a], low, "amin")
-            new.scatter_reduce_(0, root[b], low, "amin")
-            while not torch.equal(new, new[new]):
-                new = new[new]
-            if torch.equal(new, root):
-                return root
-            root = new
+        root = torch.cat([self._root, torch.arange(len(self._root), self.count)])
+        if self._pairs:
+            pairs = torch.cat(self._pairs).unique()
+            root = _connected(root, pairs // _WIDE, pairs % _WIDE)
+        self._pairs, self._root = [], root
+        return root
 
-    def reasons(self, root: Tensor) -> dict[int, str]:
-        """Frozen components and the first reason each was given."""
-        found: dict[int, str] = {}
-        for labels, reason in self._frozen:
-            for label in root[labels].unique().tolist():
-                found.setdefault(label, reason)
-        return found
+    def reasons(self, root: Tensor) -> tuple[Tensor, list[str]]:
+        """For every component the number of the reason that froze it first, or -1; the reasons."""
+        texts = list(dict.fromkeys(reason for _, reason in self._frozen))
+        numbers = {reason: number for number, reason in enumerate(texts)}
+        first = torch.full((self.count,), -1)
+        for labels, reason in reversed(self._frozen):
+            first[root[labels]] = numbers[reason]
+        return first, texts
+
+
+def _place(layer: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    return layer.data_ptr(), layer.shape, layer.stride()
+
+
+def _connected(root: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """What the roots become when these labels are joined, pair by pair."""
+    while len(a):
+        low = torch.minimum(root[a], root[b])
+        new = root.clone()
+        new.scatter_reduce_(0, root[a], low, "amin")
+        new.scatter_reduce_(0, root[b], low, "amin")
+        while not torch.equal(new, new[new]):
+            new = new[new]
+        apart = (new[a] != new[b]).nonzero().flatten()  # what is together stays so
+        root, a, b = new, a[apart], b[apart]
+    return root
 
 
 def along(vector: Tensor, axis: int, dim: int) -> Tensor:

@@ -18,13 +18,15 @@ from .cost import measure
 from .emit import Emission
 from .errors import PruneError
 from .flow import Flow, Rule
-from .groups import WHOLE, Graph, Place, build, follow, module_of
+from .forming import build, follow
+from .groups import WHOLE, Graph, Place, module_of
 from .labels import Labels
 from .norms import weights_in
+from .recorder import record
 from .rewire import shim
 from .rules import by_tag
 from .spine import hold_heads, hold_spine
-from .tape import Example, Tape, named_tensors, on_host, record
+from .tape import Example, Tape, named_tensors, on_host
 
 
 class Look:

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from .errors import PruneError
-from .tape import FORGOTTEN, Example, as_call, open_attention, tensors_in, untouched
+from .recorder import FORGOTTEN
+from .tape import Example, as_call, open_attention, tensors_in, untouched
 
 
 class _NoDropout(TorchFunctionMode):

@@ -78,7 +78,10 @@ class _Options:
     """The groups that can carry a signal in a tensor; "" stands for channels that stay."""
 
     def __init__(self, graph: Graph) -> None:
-        self.graph, self.names = graph, graph.owners
+        sizes = torch.tensor([group.size for group in graph.open.values()], dtype=torch.long)
+        self.graph, self.names = graph, [*graph.open, ""]  # the last stands for what stays
+        owner = torch.arange(len(sizes)).repeat_interleave(sizes)
+        self.owner = torch.cat([owner, torch.tensor([len(sizes)])])
         self.known: dict[int, list[str]] = {}
 
     def __call__(self, value: Value) -> list[str]:
@@ -89,7 +92,7 @@ class _Options:
 
     def _of(self, layer: Tensor) -> list[str]:
         if id(layer) not in self.known:
-            units = layer.unique().tolist()
-            found = ("" if unit == WHOLE else self.names[unit] for unit in units)
-            self.known[id(layer)] = list(dict.fromkeys(found))
+            found = torch.zeros(len(self.names), dtype=torch.bool)
+            found[self.owner[layer.flatten()]] = True
+            self.known[id(layer)] = [self.names[k] for k in found.nonzero().flatten().tolist()]
         return self.known[id(layer)]

@@ -8,7 +8,7 @@ rebuilt from its original class without tracing it again.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.nn.modules import batchnorm, conv, instancenorm, padding, pooling
 from torch.nn.utils import parametrize
 
 from .attention import Attention
-from .blocks import Edit, as_graph, left_out, owner_of, take_out, vanishing
+from .blocks import Edit, owner_of, take_out, vanishing, write_down
 from .emit import compiled, decode, encode, with_forward, with_method
 from .errors import PruneError
 from .groups import Graph, Plan, module_of, stays
@@ -72,12 +72,14 @@ def write_recipe(model: nn.Module, graph: Graph, plan: Plan) -> Recipe:
     check_shapes(model, graph.shapes, "The graph belongs to another model; trace this one.")
     alive = graph.settle(graph.alive(plan))
     recipe = Recipe()
+    known: dict[int, list[int]] = {}  # many axes share their units
     for name, tensor in named_tensors(model):
         for axis, units in graph.axes.get(name, {}).items():
-            kept = stays(units, alive)
-            if not bool(kept.all()):
+            if id(units) not in known:
+                known[id(units)] = stays(units, alive).nonzero().flatten().tolist()
+            if len(known[id(units)]) < len(units):
                 recipe.shapes[name] = list(tensor.shape)
-                recipe.slices.setdefault(name, {})[str(axis)] = kept.nonzero().flatten().tolist()
+                recipe.slices.setdefault(name, {})[str(axis)] = known[id(units)]
     modules = dict(model.named_modules(remove_duplicate=False))
     for path in dict.fromkeys(module_of(name) for name in recipe.slices):
         _describe(path, modules[path], recipe)
@@ -109,28 +111,6 @@ def _take_out_blocks(modules: dict[str, nn.Module], graph: Graph, recipe: Recipe
             recipe.vanished[path] = edits
             if path in graph.rewired:  # whether or not a number in it changes
                 recipe.rewired.setdefault(path, encode(graph.rewired[path]))
-
-
-def dropped_with(model: nn.Module, graph: Graph, group: str) -> set[str]:
-    """Tensors that go when a group closes entirely, though their own channels stay."""
-    alive = graph.settle(graph.alive({group: []}))
-
-    def left(name: str, axes: Iterable[int]) -> bool:
-        found = graph.axes.get(name, {})
-        return all(bool(stays(found[axis], alive).any()) for axis in axes if axis in found)
-
-    silent = {
-        module_of(name)
-        for name, sites in graph.sites.items()
-        if not left(name, sites) and left(name, graph.axes[name].keys() - sites.keys())
-    }
-    modules = dict(model.named_modules(remove_duplicate=False))
-    gone: set[str] = set()
-    for path in dict.fromkeys(owner_of(layer, modules) for layer in sorted(silent)):
-        edits = vanishing(path, modules[path], graph, silent)
-        gone |= left_out(path, modules[path], graph, edits) if edits else set()
-    names = [name for name, _ in named_tensors(model) if gone and module_of(name) in gone]
-    return {name for name in names if left(name, graph.axes.get(name, {}))}
 
 
 def _makes_something(path: str, recipe: Recipe) -> bool:
@@ -299,19 +279,27 @@ def apply(model: nn.Module, recipe: Recipe) -> nn.Module:
     return _reform(model, recipe)
 
 
-def cut_copy(model: nn.Module, recipe: Recipe, *, share: bool = False) -> nn.Module:
-    """A smaller copy of a model; tensors that are not cut may be shared with the model."""
+def cut_copy(model: nn.Module, recipe: Recipe) -> nn.Module:
+    """A smaller copy of a model."""
     check_shapes(model, recipe.shapes, OTHER_MODEL)
-    memo: dict[int, Any] = dict(_pieces(model, recipe))
-    if share:
-        memo = {id(tensor): tensor for _, tensor in named_tensors(model)} | memo
+    return _reform(copy.deepcopy(model, dict(_pieces(model, recipe))), recipe)
+
+
+def mock_copy(model: nn.Module, recipe: Recipe, *, values: bool) -> nn.Module:
+    """A smaller copy to try out: what is not cut is shared, weights without values if need be."""
+    memo: dict[int, Any] = {id(tensor): tensor for _, tensor in named_tensors(model)}
+    memo |= _pieces(model, recipe, _sliced if values else _sized)
+    for module in model.modules():  # tables of hooks, most of them empty, are slow to copy
+        memo |= {id(t): type(t)() for t in vars(module).values() if isinstance(t, dict) and not t}
     return _reform(copy.deepcopy(model, memo), recipe)
 
 
-def _pieces(model: nn.Module, recipe: Recipe) -> dict[int, Tensor]:
+def _pieces(
+    model: nn.Module, recipe: Recipe, cut: Callable[..., Tensor] | None = None
+) -> dict[int, Tensor]:
     """The id of every tensor that is cut, and what is left of it."""
-    tensors = dict(named_tensors(model))
-    return {id(tensors[name]): _sliced(tensors[name], axes) for name, axes in recipe.slices.items()}
+    tensors, cut = dict(named_tensors(model)), cut or _sliced
+    return {id(tensors[name]): cut(tensors[name], axes) for name, axes in recipe.slices.items()}
 
 
 def _reform(model: nn.Module, recipe: Recipe) -> nn.Module:
@@ -321,16 +309,10 @@ def _reform(model: nn.Module, recipe: Recipe) -> nn.Module:
         for key, value in attributes.items():
             value = tuple(value) if isinstance(value, list) else value
             setattr(model.get_submodule(path), key, value)
-    for path, heads in recipe.heads.items():
-        old = model.get_submodule(path)
-        assert isinstance(old, nn.MultiheadAttention)
-        _replace(model, path, Attention(old, heads))
-    for path in recipe.constants:
-        _replace(model, path, Constant(model.get_submodule(path)))
-    for path in recipe.identities:
-        _replace(model, path, nn.Identity())
-    for path in recipe.hollow:
-        _replace(model, path, Hollow(model.get_submodule(path)))
+    _replace(model, recipe.heads, lambda old, path: Attention(old, recipe.heads[path]))
+    _replace(model, recipe.constants, lambda old, _: Constant(old))
+    _replace(model, recipe.identities, lambda *_: nn.Identity())
+    _replace(model, recipe.hollow, lambda old, _: Hollow(old))
     for path in sorted({*recipe.rewired, *recipe.vanished}, reverse=True):  # the root comes last
         _remake(model.get_submodule(path), recipe.rewired.get(path), recipe.vanished.get(path, []))
     setattr(model, RECIPE, recipe.to_json())
@@ -340,7 +322,7 @@ def _reform(model: nn.Module, recipe: Recipe) -> nn.Module:
 def _remake(module: nn.Module, graphs: dict[str, Any] | None, edits: list[Edit]) -> None:
     """Give a module a forward with other numbers, and without branches that are closed."""
     if graphs is None:
-        graph = as_graph(module)
+        graph = write_down(module)
         assert graph is not None, "written into the recipe, so it can be written as a graph"
         gone = take_out(graph, edits)
         with_method(module, compiled(graph))
@@ -386,14 +368,25 @@ def _layout(data: Tensor) -> torch.memory_format:
     return form if data.stride() == last else torch.contiguous_format
 
 
-def _replace(model: nn.Module, path: str, new: nn.Module) -> None:
-    """Put another module in place of the one at `path`, wherever the model holds it."""
-    old = model.get_submodule(path)
-    new.train(old.training)
-    for module in list(model.modules()):
+def _sized(tensor: Tensor, axes: dict[str, list[int]]) -> Tensor:
+    """As wide as what is left; numbers that may be indices are kept."""
+    if not (tensor.is_floating_point() and tensor.is_contiguous()):
+        return _sliced(tensor, axes)
+    shape = [len(axes.get(str(axis), range(size))) for axis, size in enumerate(tensor.shape)]
+    data = tensor.detach().new_empty(shape)
+    return nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
+
+
+def _replace(model: nn.Module, paths: Iterable[str], make: Callable[[Any, str], nn.Module]) -> None:
+    """Put other modules in place of those at `paths`, wherever the model holds them."""
+    made: dict[nn.Module | None, nn.Module] = {}
+    for path in paths:
+        old = model.get_submodule(path)
+        made[old] = make(old, path).train(old.training)
+    for module in list(model.modules()) if made else []:
         for key, child in module._modules.items():
-            if child is old:
-                module._modules[key] = new
+            if child in made:
+                module._modules[key] = made[child]
 
 
 def fold(model: nn.Module, graph: Graph, gates: Tensor) -> None:

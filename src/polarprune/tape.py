@@ -1,27 +1,20 @@
-"""Run a model once and write down every ATen operation it performs.
+"""What a run of a model did: every ATen operation, in order; and how a model is run.
 
-Whatever runs in eager mode is captured, Python control flow included. The tape holds facts only
-(operations, shapes, which module and source line); what they mean for channels is `rules`' job.
+A tape holds facts only (operations, shapes, which module and source line); what they mean for
+channels is `rules`' job. `recorder` writes it.
 """
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import flop_registry, shape_wrapper
-from torch.utils.weak import WeakTensorKeyDictionary
-
-from .errors import PruneError
+from torch.utils._pytree import tree_leaves
 
 Mark = Callable[[str, Any], None]
 Shim = Callable[[nn.Module, Mark], Callable[..., Any]]
@@ -38,6 +31,11 @@ class Value:
     itemsize: int = 4
     base: Value | None = None  # what it is a view of
     data: Tensor | None = None  # kept for small integer tensors (they may be indices), constants
+    whole: bool = False  # integers or booleans
+
+    @property
+    def root(self) -> Value:
+        return self.base or self
 
 
 @dataclass(eq=False)
@@ -49,12 +47,12 @@ class Op:
     kwargs: dict[str, Any]
     outs: list[Value]
     module: str
-    line: str
+    line: str = "?"
     macs: int = 0
 
-    @property
+    @cached_property
     def name(self) -> str:
-        return str(self.func._schema.name).split("::")[-1]
+        return name_of(self.func)
 
     @property
     def where(self) -> str:
@@ -65,11 +63,24 @@ class Op:
 
     @cached_property
     def _inputs(self) -> list[Value]:
-        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Value)]
+        return [value for item in (*self.args, *self.kwargs.values()) for value in _values_in(item)]
 
     def tensors(self) -> list[Value]:
         """All that it reads and all that it gives."""
         return [*self._inputs, *self.outs]
+
+
+def _values_in(tree: Any) -> list[Value]:
+    if isinstance(tree, Value):
+        return [tree]
+    if isinstance(tree, (list, tuple)):
+        return [value for item in tree for value in _values_in(item)]
+    return []
+
+
+@cache
+def name_of(func: Any) -> str:
+    return str(func._schema.name).split("::")[-1]
 
 
 @dataclass(eq=False)
@@ -83,6 +94,8 @@ class Tape:
     numbers: dict[tuple[str, str], int | float] = field(default_factory=dict)  # marked ones
     ends: dict[tuple[str, str], int] = field(default_factory=dict)  # operations before each mark
     broken: str | None = None  # the module in which the run failed
+    computed: bool = False  # with all values, not only the shapes
+    looked: bool = False  # something came of values that were made up
 
     @cached_property
     def needed(self) -> set[Value]:
@@ -113,88 +126,19 @@ class Tape:
 
 
 def _is_mask(value: Value) -> bool:
-    return value.data is not None and value.data.dtype is torch.bool
-
-
-class _Recorder(TorchDispatchMode):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.tape = Tape()
-        self.stack: list[str] = []
-        self.known = WeakTensorKeyDictionary()
-        for name, tensor in named_tensors(model):
-            self.known[tensor] = _value(tensor, name)
-
-    def value(self, tensor: Tensor) -> Value:
-        found: Value | None = self.known.get(tensor)
-        if found is None:
-            found = _value(tensor)
-            if not tensor.is_floating_point() and not tensor.is_meta and tensor.numel() < 1_000_000:
-                found.data = tensor.detach().clone()
-            self.known[tensor] = found
-        return found
-
-    def values(self, tree: Any) -> list[Value]:
-        return [self.value(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        formula = _FORMULAS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
-        macs = formula(*args, **kwargs, out_val=out) // 2 if formula else 0
-        with _paused(self):
-            named_args, named_kwargs = tree_map_only(Tensor, self.value, (tuple(args), kwargs))
-            module = self.stack[-1] if self.stack else ""
-            outs = self.values(out)
-            if func is _FRESH and out.numel() < _SMALL:
-                named_args[0].data = out.detach().clone()
-            if any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns):
-                for value in outs:  # a view; ATen's views are all of their first argument
-                    value.base = value.base or named_args[0].base or named_args[0]
-            self.tape.ops.append(
-                Op(func, named_args, named_kwargs, outs, module, _user_line(), macs)
-            )
-        return out
-
-
-def _fused_attention(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> int:
-    return int(2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1]))
-
-
-# Torch counts attention in whatever kernel, but forgets the fused one for CPUs. Which one runs
-# depends on strides, so that a narrower model may take another.
-FORGOTTEN = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _fused_attention}
-_FORMULAS = {func: shape_wrapper(formula) for func, formula in FORGOTTEN.items()}
-
-_FRESH = torch.ops.aten.lift_fresh.default  # what torch.tensor(...) in the code becomes
-_SMALL = 4096
-
-
-def _value(tensor: Tensor, name: str = "") -> Value:
-    return Value(tuple(tensor.shape), name, tensor.stride(), tensor.element_size())
-
-
-@contextmanager
-def _paused(mode: _Recorder) -> Iterator[None]:
-    with torch.utils._python_dispatch._disable_current_modes():
-        yield
-
-
-def _user_line() -> str:
-    """file:line of the innermost frame that belongs to neither torch nor this package."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if not name.startswith(("torch.", "polarprune.")) and name not in ("torch", "contextlib"):
-            return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "?"
+    return value.whole and value.itemsize == 1
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters, then buffers; a tensor that has two names is given once."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+    modules = [(f"{path}." if path else "", module) for path, module in model.named_modules()]
+    for tables in ([m._parameters for _, m in modules], [m._buffers for _, m in modules]):
+        seen: set[int] = set()
+        for (stem, _), table in zip(modules, tables, strict=True):
+            for name, tensor in table.items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield stem + name, tensor
 
 
 def as_call(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -214,80 +158,36 @@ def untouched(model: nn.Module, training: bool | None = None) -> Iterator[None]:
     hooks, which some libraries put in as the model first runs.
     """
     attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
-    tables = [
-        (table, dict(table))
+    values = [
+        (value, value.copy() if value else None)  # most are empty
         for held, _ in attributes
-        for key, table in held.items()
-        if isinstance(table, dict) and (key == "_buffers" or "_hooks" in key)
+        for key, value in held.items()
+        if isinstance(value, (dict, list)) and key != "_modules"
     ]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    tensors = [tensor for _, tensor in named_tensors(model)]
+    memory = [(tensor, tensor.data) for tensor in tensors]
+    buffers = [(t, t.detach().clone()) for t in tensors if not isinstance(t, nn.Parameter)]
     if training is not None:
         model.train(training)
-    gpus = {t.device.index or 0 for _, t in named_tensors(model) if t.device.type == "cuda"}
+    gpus = {t.device.index or 0 for t in tensors if t.is_cuda}
     try:
         with torch.random.fork_rng(sorted(gpus)), torch.no_grad():
             yield
     finally:
-        for table, entries in [*attributes, *tables]:
+        for table, entries in attributes:
             table.clear()
             table.update(entries)
+        for value, content in values:
+            if value:
+                value.clear()
+            if content:
+                value.extend(content) if isinstance(value, list) else value.update(content)
+        for tensor, old in memory:
+            if tensor.data_ptr() != old.data_ptr() or tensor.shape != old.shape:
+                tensor.data = old
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-
-
-def record(
-    model: nn.Module, example: Example, *, training: bool, shims: Mapping[str, Shim] | None = None
-) -> Tape:
-    """The tape of one run of `model` on `example`, in train or eval mode.
-
-    A shim takes the place of a module's forward during the run, and may mark values by name.
-    """
-    tape, error = attempt(model, example, training=training, shims=shims)
-    if isinstance(error, PruneError):
-        raise error
-    if error is not None:
-        raise PruneError(
-            f"{tape.broken or type(model).__name__}: the model does not run on the example "
-            f"inputs: {error}. Give inputs of the shape, type and device that model(...) takes."
-        ) from error
-    if not tape.outputs:
-        raise PruneError(
-            f"{type(model).__name__}: no tensor is found in the model's output, so nothing could "
-            f"be compared. Let forward return what it computes."
-        )
-    return tape
-
-
-def attempt(
-    model: nn.Module, example: Example, *, training: bool, shims: Mapping[str, Shim] | None = None
-) -> tuple[Tape, Exception | None]:
-    """What `record` does, with the tape up to the error if the run fails."""
-    args, kwargs = as_call(example)
-    recorder = _Recorder(model)
-    handles = []
-    failed = None
-    shimmed = [(model.get_submodule(path), path, shim) for path, shim in (shims or {}).items()]
-    own = {module: vars(module).get("forward") for module, _, _ in shimmed}
-    for module, path, shim in shimmed:
-        module.forward = shim(module, _marker(recorder, path))
-    for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(_enter(recorder, name)))
-        handles.append(module.register_forward_hook(_leave(recorder), always_call=True))
-    try:
-        with untouched(model, training), open_attention(), recorder:
-            recorder.tape.inputs = recorder.values((args, kwargs))
-            recorder.tape.outputs = recorder.values(tensors_in(model(*args, **kwargs)))
-    except Exception as error:
-        failed = error
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module, forward in own.items():
-            del module.forward  # as_graph refuses modules that have one of their own
-            if forward is not None:
-                module.forward = forward
-    return recorder.tape, failed
 
 
 def on_host() -> AbstractContextManager[Any]:
@@ -319,31 +219,3 @@ def tensors_in(out: Any) -> list[Tensor]:
                 seen.add(id(leaf))
                 waiting.append(vars(leaf))
     return found
-
-
-def _marker(recorder: _Recorder, path: str) -> Mark:
-    def mark(name: str, result: Any) -> None:
-        recorder.tape.ends.setdefault((path, name), len(recorder.tape.ops))
-        if isinstance(result, (int, float)):
-            recorder.tape.numbers.setdefault((path, name), result)
-        else:
-            recorder.tape.marks.setdefault((path, name), recorder.values(result))
-
-    return mark
-
-
-def _enter(recorder: _Recorder, name: str) -> Any:
-    def hook(module: nn.Module, args: Any) -> None:
-        recorder.stack.append(name)
-        recorder.tape.broken = None
-
-    return hook
-
-
-def _leave(recorder: _Recorder) -> Any:
-    def hook(module: nn.Module, args: Any, out: Any) -> None:
-        name = recorder.stack.pop()
-        if sys.exc_info()[0] is not None and recorder.tape.broken is None:
-            recorder.tape.broken = name
-
-    return hook

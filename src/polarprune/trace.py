@@ -8,7 +8,9 @@ well, the group stays whole, with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import gc
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from .blocks import dropped_with, remembering
 from .cost import add_extras
 from .errors import PruneError
 from .flow import Rule
 from .groups import WHOLE, Graph, Place, Plan
 from .look import Look
 from .rules import RULES
-from .surgery import dropped_with, is_gated
+from .surgery import is_gated
 from .tape import (
     Example,
     Op,
@@ -65,11 +68,25 @@ def survey(
     check_example(model, example)
     patterns = (keep,) if isinstance(keep, str) else tuple(keep)
     look = Look(model, example, patterns, {**RULES, **(rules or {})}, norms)
-    graph = _prove(look, numbers)
-    closable = [name for name, group in graph.open.items() if not group.minimum]
-    with on_host():
-        add_extras(model, graph, {name: dropped_with(model, graph, name) for name in closable})
+    with remembering(), _few_collections():
+        graph = _prove(look, numbers)
+        closable = [name for name, group in graph.open.items() if not group.minimum]
+        with on_host():
+            add_extras(model, graph, dropped_with(model, graph, closable))
     return graph
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """Else Python looks for garbage among all that was imported, again and again."""
+    mine = not gc.get_freeze_count()
+    if mine:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if mine:
+            gc.unfreeze()
 
 
 def check_model(model: nn.Module) -> None:
@@ -165,8 +182,10 @@ def _let_code_follow(look: Look, graph: Graph, trial: Trial) -> Graph:
 
 
 def _first_deviation(look: Look, graph: Graph, trial: Trial) -> Deviation | None:
-    for seed in sorted(look.seeds):
-        found = trial.cut(graph, _uneven(graph, seed)) if graph.open else None
+    """What goes wrong; every plan is run in one mode, and in the other if these differ."""
+    for turn, seed in enumerate(sorted(look.seeds) if graph.open else ()):
+        plan = _uneven(graph, seed)
+        found = trial.cut(graph, plan, mode=turn % 2) and trial.cut(graph, plan)
         if found is not None:
             return replace(found, seed=seed)
     return None
@@ -306,6 +325,7 @@ def _hold_one_by_one(look: Look, graph: Graph, trial: Trial) -> Graph:
 
 def _let_close(look: Look, graph: Graph, trial: Trial, numbers: bool) -> Graph:
     """Which groups can close entirely; pools refuse to run on no channels, unless re-emitted."""
+    known = len(look.minimum)
     for _ in range(_ATTEMPTS):
         found = graph.open and trial.cut(graph, _closed(graph), numbers=numbers)
         if not found:
@@ -327,7 +347,7 @@ def _let_close(look: Look, graph: Graph, trial: Trial, numbers: bool) -> Graph:
             for name in graph.open:
                 look.minimum.setdefault(name, "keeps a channel, to be safe")
             break
-    return look()
+    return graph if len(look.minimum) == known else look()
 
 
 def _uneven(graph: Graph, seed: int) -> Plan:

@@ -12,6 +12,7 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,9 +21,10 @@ from torch import Tensor, nn
 from .errors import PruneError
 from .groups import Graph, Plan
 from .proof import StaysDouble, in_double, prove_equal
+from .recorder import attempt, record
 from .rewire import padding
-from .surgery import Recipe, cut_copy, fold, write_recipe
-from .tape import Example, Op, Tape, Value, attempt, record
+from .surgery import Recipe, cut_copy, fold, mock_copy, write_recipe
+from .tape import Example, Op, Tape, Value
 
 _TOLERANCE = 1e-8  # in float64, where a right cut differs by 1e-15 and a wrong one by 1e-3
 _SINGLE = 1e-4  # in float32
@@ -51,13 +53,16 @@ class Trial:
         self.model, self.example = model, example
         self._double: tuple[nn.Module, Example, bool] | None = None
 
-    def cut(self, graph: Graph, plan: Plan, *, numbers: bool = False) -> Deviation | None:
+    def cut(
+        self, graph: Graph, plan: Plan, *, numbers: bool = False, mode: int | None = None
+    ) -> Deviation | None:
         """What is wrong with this cut, if anything.
 
         `numbers`: compare outputs too, on a copy with random weights in float64.
+        `mode`: run in eval (0) or train mode (1) only, if the model does the same in both.
         """
         recipe = write_recipe(self.model, graph, plan)
-        found = self._structure(graph, plan, recipe)
+        found = self._structure(graph, plan, recipe, mode if _modes_alike(graph) else None)
         if self._is_meta() or (found is None and not numbers):
             return found
         if found and not (found.ran and found.excusable):
@@ -67,15 +72,24 @@ class Trial:
     def _is_meta(self) -> bool:
         return any(parameter.is_meta for parameter in self.model.parameters())
 
-    def _structure(self, graph: Graph, plan: Plan, recipe: Recipe) -> Deviation | None:
+    def _structure(
+        self, graph: Graph, plan: Plan, recipe: Recipe, mode: int | None
+    ) -> Deviation | None:
         alive = graph.settle(graph.alive(plan))
         try:
-            small = cut_copy(self.model, recipe, share=True)
+            values = any(tape.computed for tape in graph.tapes)
+            small = mock_copy(self.model, recipe, values=values)
         except PruneError as refused:
             return Deviation(str(refused))
-        for training, before in zip((False, True), graph.tapes, strict=False):
-            after, error = attempt(small, self.example, training=training)
+        for training, before in enumerate(graph.tapes):
+            if mode not in (None, training):
+                continue
+            after, error = attempt(
+                small, self.example, training=bool(training), computed=before.computed, brief=True
+            )
             found = _compare(graph, alive, before, after, _replaced(recipe))
+            if found is None and after.looked and not before.computed:
+                found = Deviation("values decide what is computed", excusable=True)
             if error is not None and (found is None or found.excusable):
                 said = f"the cut model does not run: {_first_line(error)}"
                 hint = found.op if found else None
@@ -112,6 +126,15 @@ class Trial:
         return self._double
 
 
+def _modes_alike(graph: Graph) -> bool:
+    """True if train mode does what eval mode does, but for counting (of batches, in norms)."""
+    names = [
+        [op.name for op in tape.ops if any(value.shape for value in op.tensors())]
+        for tape in graph.tapes
+    ]
+    return len(names) == 2 and names[0] == names[1]
+
+
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
@@ -132,12 +155,13 @@ def _shake(model: nn.Module) -> None:
 # --- one tape against another ---------------------------------------------------------------------
 
 
-def _replaced(recipe: Recipe) -> Callable[[Op], bool]:
-    """True for operations in modules that are another module now: these are not compared."""
+def _replaced(recipe: Recipe) -> Callable[[str], bool]:
+    """True for modules whose operations are not compared: they are another module now."""
     paths = {*recipe.constants, *recipe.identities, *recipe.hollow, *recipe.heads, *recipe.vanished}
 
-    def skipped(op: Op) -> bool:
-        parts = op.module.split(".")
+    @cache
+    def skipped(module: str) -> bool:
+        parts = module.split(".")
         return any(".".join(parts[:k]) in paths for k in range(len(parts) + 1))
 
     return skipped
@@ -147,11 +171,15 @@ _COPIES = ("clone", "contiguous", "detach", "alias")  # made or not, by layout
 
 
 def _compare(
-    graph: Graph, alive: Tensor, before: Tape, after: Tape, skipped: Callable[[Op], bool]
+    graph: Graph, alive: Tensor, before: Tape, after: Tape, skipped: Callable[[str], bool]
 ) -> Deviation | None:
     matter = set(before.that_matter)
     ops = [
-        [(k, op) for k, op in enumerate(tape.ops) if op.name not in _COPIES and not skipped(op)]
+        [
+            (k, op)
+            for k, op in enumerate(tape.ops)
+            if op.name not in _COPIES and not skipped(op.module)
+        ]
         for tape in (before, after)
     ]
     index = 0
@@ -207,8 +235,7 @@ def _differs(graph: Graph, alive: Tensor, needed: set[Value], old: Op, new: Op) 
 
 def _numbers_of(op: Op) -> dict[str, Any]:
     """The arguments that are no tensors and do not follow from the shapes of tensors."""
-    names = [argument.name for argument in op.func._schema.arguments]
-    given = {**dict(zip(names, op.args, strict=False)), **op.kwargs}
+    given = {**dict(zip(_arguments(op.func), op.args, strict=False)), **op.kwargs}
     found = {
         name: value
         for name, value in given.items()
@@ -223,6 +250,11 @@ def _numbers_of(op: Op) -> dict[str, Any]:
     if isinstance(found.get("dim"), int) and op.inputs():
         found["dim"] %= max(1, len(op.inputs()[0].shape))
     return found
+
+
+@cache
+def _arguments(func: Any) -> list[str]:
+    return [argument.name for argument in func._schema.arguments]
 
 
 _IMPLIED = {"size", "shape", "split_size", "split_sizes", "sizes", "normalized_shape", "N", "C",

@@ -1,0 +1,107 @@
+"""Claim: a proximal step of 100,000 gates, in up to 1,000 groups, takes at most 5 ms on a CPU.
+
+On a GPU it is to take 1 ms at most; proximal.json says whether that was measured.
+
+The step as `Pruner` takes it (`Stepper`: threshold, floor, ε, written back to every group's α), in
+100 to 1,600 groups: the more, the slower, and 1,600 are above the limit. Half of the gates are
+pulled at. On a GPU also replayed from a CUDA graph; every time is waited for. Turns of all cases
+alternate; medians. Writes proximal.json beside this file, a part for each device:
+
+    python benchmarks/proximal.py          # what this machine has
+    python benchmarks/proximal.py cuda     # one device
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polarprune import Gate, Schedule
+from polarprune.bench import environment
+from polarprune.stepper import Stepper
+
+STORE = Path(__file__).with_suffix(".json")
+CHANNELS = 100_000
+GROUPS = (100, 400, 1000, 1600)
+LIMITS = {"cpu": 5.0, "cuda": 1.0}  # milliseconds
+TURNS, STEPS = 15, 20
+TOTAL = 1_000_000  # announced; nothing closes while it is measured
+
+
+def stepper(groups: int, device: str) -> Stepper:
+    """Groups that each share a cost with the next, as layers of a network do."""
+    sizes = [CHANNELS // groups + (k < CHANNELS % groups) for k in range(groups)]
+    gates = {f"layer{k}": Gate(size).to(device) for k, size in enumerate(sizes)}
+    owner = torch.arange(groups).repeat_interleave(torch.tensor(sizes))
+    step = Stepper(gates, owner, Schedule(), TOTAL)
+    next_to = torch.ones(groups - 1, dtype=torch.float64)
+    step.q.copy_(torch.diag(next_to, 1) + torch.diag(next_to, -1))
+    step.b.fill_(1.0)
+    step.scale.fill_(1e-12)
+    step.pulled[::2] = True
+    step.closable.copy_(step.pulled)
+    return step
+
+
+def captured(step: Stepper) -> Callable[[], None]:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+
+    def replay() -> None:
+        graph.replay()
+
+    return replay
+
+
+def turn(step: Callable[[], None], device: str) -> float:
+    """Milliseconds a step."""
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+        wait()
+    return 1e3 * (time.perf_counter() - start) / STEPS
+
+
+def measure(device: str) -> dict[str, Any]:
+    steps: dict[str, Callable[[], None]] = {}
+    for groups in GROUPS:
+        steps[f"{groups} groups"] = stepper(groups, device)
+        if device == "cuda":
+            steps[f"{groups} groups, replayed"] = captured(stepper(groups, device))
+    for step in steps.values():
+        turn(step, device)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(TURNS):
+        for name, step in steps.items():
+            times[name].append(turn(step, device))
+    return {
+        "channels": CHANNELS,
+        "limit": LIMITS[device],
+        "milliseconds": {name: round(statistics.median(t), 4) for name, t in times.items()},
+        "turns": {name: [round(value, 4) for value in found] for name, found in times.items()},
+        "steps": STEPS,
+        "threads": torch.get_num_threads(),
+        **environment(),
+    }
+
+
+if __name__ == "__main__":
+    store = json.loads(STORE.read_text()) if STORE.exists() else {}
+    for device in sys.argv[1:] or LIMITS:
+        if device == "cpu" or torch.cuda.is_available():
+            store[device] = measure(device)
+            print(device, store[device]["milliseconds"], flush=True)
+            STORE.write_text(json.dumps(store, indent=1, sort_keys=True) + "\n")

@@ -1,0 +1,275 @@
+"""From joined labels to groups: what lives and dies together, and what is frozen.
+
+Labels go through the tapes; components of joined labels become units, units with the same
+occurrences become groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from .flow import Contraction, Flow, Statistic
+from .groups import WHOLE, Graph, Group, module_of, varies
+from .labels import Axis, Labels, support
+from .tape import Tape
+
+
+def follow(tapes: Sequence[Tape], flow: Flow, keep: Iterable[tuple[str, str]]) -> None:
+    """Send labels through the tapes, freeze what `keep` names, and make cuts rectangular."""
+    for tape in tapes:
+        flow.run(tape)
+    for tensor, pattern in keep:
+        for axis in flow.labels.axes:
+            if axis.tensor == tensor:
+                labels = torch.arange(axis.start, axis.start + axis.size)
+                flow.labels.freeze(labels, f"kept whole by keep={pattern!r}")
+    _decide(flow)
+    _make_rectangular(flow)
+    _limit(flow)
+
+
+def _decide(flow: Flow) -> None:
+    """Where labels along one axis met labels along several: join them, or keep that axis whole.
+
+    A scale for every place within a head (rotary positions, a norm of queries) would tie all heads
+    together; where heads go as a whole, the places within a head stay.
+    """
+    root = flow.labels.roots()
+    for wide, narrow in flow.pending:
+        if any(varies(root[wide], axis) for axis in support(narrow)):
+            flow.labels.join(wide, narrow)
+        else:
+            flow.labels.freeze(narrow, "a place within a unit that goes as a whole")
+
+
+def _limit(flow: Flow) -> None:
+    """A product of three open widths has no place in a quadratic cost: the last of them stays."""
+    wide = [item for item in flow.contractions if len(item.factors) > 2]
+    root = flow.labels.roots() if wide else torch.tensor(())
+    frozen = flow.labels.reasons(root)[0] >= 0 if wide else torch.tensor(())
+    for item in wide:
+        units = [root[factor] for factor in item.factors]
+        for number in [k for k, mine in enumerate(units) if not bool(frozen[mine].all())][2:]:
+            why = f"product of two sets of channels in {item.op.where}"
+            flow.labels.freeze(item.factors[number], why)
+            frozen[units[number]] = True
+
+
+def _make_rectangular(flow: Flow) -> None:
+    """Where labels vary along several axes, let whole slices along one of them be the unit."""
+    while True:
+        root = flow.labels.roots()
+        changed = False
+        for layer in flow.wide:
+            units = root[layer]
+            axes = [axis for axis in support(layer) if varies(units, axis)]
+            if len(axes) > 1:
+                flow.labels.flatten_onto(layer, (_best_axis(units, axes),))
+                changed = True
+        if not changed:
+            return
+
+
+def _best_axis(units: Tensor, axes: list[int]) -> int:
+    """The axis that leaves most units when all others are joined."""
+
+    def left(axis: int) -> int:
+        trial = Labels()
+        trial.fresh(int(units.max()) + 1)
+        trial.flatten_onto(units, (axis,))
+        return int(trial.roots()[units].unique().numel())
+
+    return max(axes, key=left)
+
+
+def build(tapes: Sequence[Tape], flow: Flow, held: Mapping[str, str]) -> Graph:
+    """Components of labels become units, units with the same occurrences become groups.
+
+    `held` names groups that stay whole for a reason that was found out later.
+    """
+    root = flow.labels.roots()
+    reasons = flow.labels.reasons(root)
+    consumed = _site_axes(flow)
+    produced = _factor_axes(flow) - consumed
+    families = [
+        (where, units)
+        for where, units in _families(flow.labels, root)
+        if any(axis in consumed or axis in produced for axis, _ in where)
+    ]
+    groups: dict[str, Group] = {}
+    position = torch.full((flow.labels.count,), WHOLE)
+    offset = 0
+    for where, units in families:
+        for reason, members in _by_reason(units, where, consumed, produced, reasons):
+            group = _group(flow.labels.axes, where, members, reason, consumed, produced, groups)
+            if not group.frozen and group.name in held:
+                group.frozen, group.reason = True, held[group.name]
+            if not group.frozen:
+                group.offset, offset = offset, offset + group.size
+                position[members] = torch.arange(group.offset, offset)
+            groups[group.name] = group
+    return _graph(tapes, flow, groups, position[root], consumed)
+
+
+def _site_axes(flow: Flow) -> set[int]:
+    return _axes_with(flow.labels, [site for item in flow.contractions for site in item.sites])
+
+
+def _factor_axes(flow: Flow) -> set[int]:
+    return _axes_with(flow.labels, [f for item in flow.contractions for f in item.factors])
+
+
+def _axes_with(labels: Labels, vectors: list[Tensor]) -> set[int]:
+    """The numbers of the axes to which these labels were given."""
+    if not vectors:
+        return set()
+    wanted = torch.zeros(labels.count + 1, dtype=torch.long)
+    wanted[torch.cat(vectors) + 1] = 1
+    before = wanted.cumsum(0)  # how many are wanted, before each label
+    starts = torch.tensor([axis.start for axis in labels.axes])
+    ends = starts + torch.tensor([axis.size for axis in labels.axes])
+    return set((before[ends] > before[starts]).nonzero().flatten().tolist())
+
+
+Where = tuple[tuple[int, int], ...]  # axes, and how often a unit occurs there
+
+
+def _families(labels: Labels, root: Tensor) -> list[tuple[Where, Tensor]]:
+    """Units that occur on the same axes equally often, with these; by their smallest unit."""
+    if not labels.axes:
+        return []
+    sizes = torch.tensor([axis.size for axis in labels.axes])
+    places = [torch.arange(axis.start, axis.start + axis.size) for axis in labels.axes]
+    number = torch.arange(len(places)).repeat_interleave(sizes)
+    many = len(places) + 1
+    pairs, counts = (root[torch.cat(places)] * many + number).unique(return_counts=True)
+    units, lengths = (pairs // many).unique_consecutive(return_counts=True)
+    most = int(counts.max()) + 1
+    kinds = (pairs % many) * most + counts  # unit after unit
+    found: dict[tuple[int, ...], list[Tensor]] = {}
+    starts = _runs(kinds, lengths)
+    pieces = units.tensor_split(starts[1:])
+    first = (lengths.cumsum(0) - lengths)[starts].tolist()
+    for piece, start, length in zip(pieces, first, lengths[starts].tolist(), strict=True):
+        found.setdefault(tuple(kinds[start : start + length].tolist()), []).append(piece)
+    return [
+        (tuple(divmod(kind, most) for kind in mine), torch.cat(members))
+        for mine, members in found.items()
+    ]
+
+
+def _runs(kinds: Tensor, lengths: Tensor) -> Tensor:
+    """Where a list differs from the one before it, of lists of these lengths in one vector."""
+    owner = torch.arange(len(lengths)).repeat_interleave(lengths)
+    before = torch.arange(len(kinds)) - lengths[owner]  # the same place in a list as long
+    new = torch.ones(len(lengths), dtype=torch.bool)
+    new[1:] = lengths[1:] != lengths[:-1]
+    new[owner[kinds != kinds[before.clamp_min(0)]]] = True
+    return new.nonzero().flatten()
+
+
+def _by_reason(
+    units: Tensor,
+    where: Where,
+    consumed: set[int],
+    produced: set[int],
+    reasons: tuple[Tensor, list[str]],
+) -> Iterator[tuple[str, Tensor]]:
+    """Open units first, then the frozen ones, a group for each reason."""
+    lacking = ""
+    if not any(axis in consumed for axis, _ in where):
+        lacking = "no layer merges these channels, so no gate can close them"
+    elif not any(axis in produced for axis, _ in where):
+        lacking = "no layer makes these channels"
+    numbers, texts = reasons[0][units], [*reasons[1], lacking]  # the last: of number -1
+    for number in sorted(numbers.unique().tolist(), key=lambda number: texts[number]):
+        yield texts[number], units[numbers == number]
+
+
+def _group(
+    axes: list[Axis],
+    where: Where,
+    members: Tensor,
+    reason: str,
+    consumed: set[int],
+    produced: set[int],
+    taken: dict[str, Group],
+) -> Group:
+    def owner(number: int) -> str:
+        return module_of(axes[number].tensor) or axes[number].tensor
+
+    producers = [owner(i) for i, _ in where if i in produced]
+    consumers = [owner(i) for i, _ in where if i in consumed]
+    base = (producers or consumers)[0]
+    name, number = base, 2
+    while name in taken:
+        name, number = f"{base}#{number}", number + 1
+    return Group(
+        name=name,
+        size=len(members),
+        producers=tuple(dict.fromkeys(producers)),
+        consumers=tuple(dict.fromkeys(consumers)),
+        frozen=bool(reason),
+        reason=reason,
+    )
+
+
+def _graph(
+    tapes: Sequence[Tape],
+    flow: Flow,
+    groups: dict[str, Group],
+    position: Tensor,
+    consumed: set[int],
+) -> Graph:
+    axes: dict[str, dict[int, Tensor]] = {}
+    sites: dict[str, dict[int, Tensor]] = {}
+    same: dict[tuple[torch.Size, bytes], Tensor] = {}
+
+    def shared(units: Tensor) -> Tensor:
+        """One tensor for all places with these units: what is found out about it holds for all."""
+        return same.setdefault((units.shape, units.numpy().tobytes()), units)
+
+    for number, axis in enumerate(flow.labels.axes):
+        units = shared(position[axis.start : axis.start + axis.size])
+        if bool((units != WHOLE).any()):
+            axes.setdefault(axis.tensor, {})[axis.axis] = units
+            if number in consumed:
+                sites.setdefault(axis.tensor, {})[axis.axis] = units
+    known: dict[int, Tensor] = {}  # many tensors share a layer
+    for layer in (layer for layers in flow._layers.values() for layer in layers):
+        if id(layer) not in known:
+            known[id(layer)] = shared(position[layer])
+    values = {
+        value: [known[id(layer)] for layer in layers] for value, layers in flow._layers.items()
+    }
+    contractions = [
+        Contraction(
+            item.op,
+            *(
+                [shared(position[v]) for v in part]
+                for part in (item.factors, item.sites, item.makes)
+            ),
+        )
+        for item in flow.contractions
+    ]
+    shapes = {
+        value.name: value.shape
+        for tape in tapes
+        for op in tape.ops
+        for value in op.inputs()
+        if value.name
+    }
+    graph = Graph(groups, axes, sites, contractions, shapes, values, list(tapes))
+    for op, layer, along in flow.baked:
+        units = position[layer]
+        if bool((units != WHOLE).any()) and varies(units, along):
+            graph.baked[op] = units
+    for item in flow.statistics:
+        units = position[item.layer]
+        if bool((units != WHOLE).any()):
+            graph.statistics.append(Statistic(item.op, units))
+    graph.unknown, graph.fillings = dict(flow.unknown), set(flow._uniform)
+    return graph

@@ -1,0 +1,171 @@
+"""Products that are not computed: a tape holds shapes, so zeros of the right shape will do.
+
+Nearly all of a run's time goes into convolutions, matrix products and attention, and nothing in a
+tape depends on what they give, unless integers are made of it or the model's code reads it (the
+recorder notices, and the run is repeated with everything computed). A stand-in answers only where
+the sizes fit and the memory is laid out plainly; else the operation itself runs, and says what is
+wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_memory: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+
+def _zeros(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """One piece of memory serves all of them, as nobody looks at the values."""
+    size, kind = math.prod(shape), (like.dtype, like.device)
+    if kind not in _memory or _memory[kind].numel() < size:
+        _memory[kind] = like.new_zeros(size)
+    return _memory[kind][:size].view(shape)
+
+
+def forget() -> None:
+    """Give the memory back."""
+    _memory.clear()
+
+
+def _plain(*tensors: Tensor) -> bool:
+    """True for ordinary tensors of one kind, none of them empty."""
+    first = tensors[0]
+    return first.is_floating_point() and all(
+        t.dtype == first.dtype and t.device == first.device and t.numel() > 0
+        and type(t) in (Tensor, nn.Parameter)
+        for t in tensors
+    )  # fmt: skip
+
+
+def _convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Tensor | None:
+    dim = x.dim()
+    if transposed or weight.dim() != dim or len(stride) != dim - 2 or len(padding) != dim - 2:
+        return None
+    made, read, *kernel = weight.shape
+    if x.shape[1] != read * groups or made % groups or not _plain(x, weight):
+        return None
+    if not (x.is_contiguous() and weight.is_contiguous()):
+        return None  # channels last, perhaps
+    if bias is not None and (bias.shape != (made,) or not _plain(x, bias)):
+        return None
+    space = [
+        (size + 2 * pad - gap * (wide - 1) - 1) // step + 1
+        for size, pad, gap, wide, step in zip(
+            x.shape[2:], padding, dilation, kernel, stride, strict=True
+        )
+    ]
+    return _zeros(x, (x.shape[0], made, *space)) if min(space) > 0 else None
+
+
+def _mm(left: Tensor, right: Tensor) -> Tensor | None:
+    (rows, inner), (other, columns) = left.shape, right.shape
+    return _zeros(left, (rows, columns)) if inner == other and _plain(left, right) else None
+
+
+def _addmm(bias: Tensor, left: Tensor, right: Tensor, **scales: Any) -> Tensor | None:
+    fits = bias.shape == right.shape[1:] and _plain(bias, left)
+    return _mm(left, right) if fits else None
+
+
+def _bmm(left: Tensor, right: Tensor) -> Tensor | None:
+    (batch, rows, inner), (more, other, columns) = left.shape, right.shape
+    fits = batch == more and inner == other and _plain(left, right)
+    return _zeros(left, (batch, rows, columns)) if fits else None
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
+) -> tuple[Tensor, Tensor] | None:
+    batch, heads, length, size = query.shape
+    same = key.shape == value.shape and key.shape == (batch, heads, key.shape[2], size)
+    if not same or args or options.keys() - {"scale"} or not _plain(query, key, value):
+        return None
+    sums = torch.float64 if query.dtype == torch.float64 else torch.float32
+    lengths = query.new_zeros((batch, length, heads), dtype=sums).transpose(1, 2)
+    return torch.zeros_like(query), lengths
+
+
+def _batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    training: bool,
+    *numbers: float,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """(Running statistics stay as they were, as they would be put back after the run.)"""
+    given = [tensor for tensor in (weight, bias, mean, variance) if tensor is not None]
+    sizes = x.shape[1:2]
+    if not (_plain(x, *given) and x.is_contiguous() and all(t.shape == sizes for t in given)):
+        return None
+    sizes = sizes if training else torch.Size((0,))
+    return x.detach(), x.new_zeros(sizes), x.new_zeros(sizes)  # its values will do as well
+
+
+def _max_pool(
+    x: Tensor,
+    size: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    ceil_mode: bool = False,
+) -> tuple[Tensor, Tensor] | None:
+    every = [list(p) * (2 // len(p)) for p in (size, stride or size, padding, dilation)]
+    if ceil_mode or x.dim() != 4 or not (_plain(x) and x.is_contiguous()):
+        return None
+    space = [
+        (wide + 2 * pad - gap * (kernel - 1) - 1) // step + 1
+        for wide, kernel, step, pad, gap in zip(x.shape[2:], *every, strict=True)
+    ]
+    if min(space) <= 0 or any(2 * pad > kernel for kernel, _, pad, _ in zip(*every, strict=True)):
+        return None
+    out = _zeros(x, (*x.shape[:2], *space))
+    return out, out.new_zeros((), dtype=torch.long).expand(out.shape).contiguous()
+
+
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor | None:
+    first = tensors[0]
+    others = {(t.dim(), t.shape[:dim], t.shape[dim + 1 :]) for t in tensors}
+    plain = _plain(*tensors) and all(t.is_contiguous() for t in tensors)
+    if not (plain and len(others) == 1 and 0 <= dim < first.dim()):
+        return None
+    wide = sum(t.shape[dim] for t in tensors)
+    return _zeros(first, (*first.shape[:dim], wide, *first.shape[dim + 1 :]))
+
+
+def _in_place(x: Tensor, *others: Tensor, **scales: Any) -> Tensor | None:
+    """Other values in the same place."""
+    if not all(isinstance(other, Tensor) and other.shape == x.shape for other in others):
+        return None
+    return x if _plain(x, *others) else None
+
+
+_aten = torch.ops.aten
+STAND_INS: dict[Any, Callable[..., Any]] = {
+    _aten.convolution.default: _convolution,
+    _aten.mm.default: _mm,
+    _aten.addmm.default: _addmm,
+    _aten.bmm.default: _bmm,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    _aten.native_batch_norm.default: _batch_norm,
+    _aten.max_pool2d_with_indices.default: _max_pool,
+    _aten.cat.default: _cat,
+    _aten.relu_.default: _in_place,
+    _aten.add_.Tensor: _in_place,
+}
