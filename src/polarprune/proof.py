@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from .errors import PruneError
 from .recorder import FORGOTTEN
-from .tape import Example, as_call, open_attention, tensors_in, untouched
+from .tape import Example, as_call, named_tensors, open_attention, tensors_in, untouched
 
 
 class _NoDropout(TorchFunctionMode):
@@ -135,6 +135,30 @@ def prove_equal(
     return found
 
 
+def prove_cut(
+    gated: nn.Module, small: nn.Module, example: Example, cut: Callable[[nn.Module], nn.Module]
+) -> dict[str, float]:
+    """Equal in the models' own precision, or, where that rounds too coarsely, in float64."""
+    first = next(tensor for _, tensor in named_tensors(gated) if tensor.is_floating_point())
+    if first.dtype == torch.float64:
+        return prove_equal(gated, small, example, 1e-10)
+    try:
+        return prove_equal(gated, small, example, 1e-5)
+    except PruneError:
+        gated, example = in_double(gated, example)  # cut anew: folding rounds as well
+        found = prove_equal(gated, cut(gated), example, 1e-10)
+        return {f"{mode}, in float64": value for mode, value in found.items()}
+
+
+def check_macs(small: nn.Module, example: Example, claimed: int) -> None:
+    counted = count_macs(small, example)
+    if counted != claimed:
+        raise PruneError(
+            f"export: the cost model says {claimed} MACs, torch counts {counted} in the small "
+            f"model. Nothing was exported; please report this model."
+        )
+
+
 def count_macs(model: nn.Module, example: Example) -> int:
     """MACs of one run in eval mode, as torch counts them; fused attention on CPUs too."""
     args, kwargs = as_call(example)
@@ -158,3 +182,14 @@ def in_double(model: nn.Module, example: Example) -> tuple[nn.Module, Example]:
     """A copy of model and example in float64."""
     double = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, example)
     return copy.deepcopy(model).double(), double
+
+
+def example_for(example: Example, like: Tensor) -> Example:
+    """The example on another device; in float64, if that is the precision there."""
+    real = torch.float64 if like.dtype == torch.float64 else None
+
+    def here(x: Tensor) -> Tensor:
+        return x.to(like.device, real) if x.is_floating_point() and real else x.to(like.device)
+
+    moved: Example = tree_map_only(Tensor, here, example)
+    return moved

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
-from torch.utils._pytree import tree_map_only
 
 from .budget import Budget
 from .compact import Pace, Rebuild, gates_in, plan_of, skeleton
@@ -21,7 +20,7 @@ from .gates import Gate, gate_value
 from .groups import Graph, Plan
 from .latency import Stopwatch
 from .place import install
-from .proof import count_macs, in_double, prove_equal
+from .proof import check_macs, example_for, prove_cut, prove_equal
 from .report import Report
 from .schedule import Schedule
 from .settings import check_prunable, check_settings
@@ -371,7 +370,7 @@ class Pruner:
             trial = copy.deepcopy(self.model)
             rebuild.gated(trial, gates_in(trial, self.model, self.gates))
             double = self._flat().dtype == torch.float64
-            prove_equal(self.model, trial, self._example_here(), 1e-10 if double else 1e-4)
+            prove_equal(self.model, trial, self._here(), 1e-10 if double else 1e-4)
         for other in map(_inner, self.copies if copies is None else copies):
             rebuild.gated(other, gates_in(other, self.model, self.gates))
         self._take_out(rebuild, optimizer)
@@ -407,23 +406,17 @@ class Pruner:
         self._check_done()
         small = self._cut(self.model)
         if verify:
-            example = self._example_here()
-            self.proof = self._prove(small, example)
-            self._check_macs(small, example)
+            example = self._here()
+            self.proof = prove_cut(self.model, small, example, self._cut)
+            if not self.graph.tapes[0].depends_on_data:
+                check_macs(small, example, self.cost()["macs"])
             if self._watch is not None:
                 self._watch.check(small)
         return small
 
-    def _prove(self, small: nn.Module, example: Example) -> dict[str, float]:
-        """Equal in the model's own precision, or, where that rounds too coarsely, in float64."""
-        if self._flat().dtype == torch.float64:
-            return prove_equal(self.model, small, example, 1e-10)
-        try:
-            return prove_equal(self.model, small, example, 1e-5)
-        except PruneError:
-            gated, double = in_double(self.model, example)  # cut anew: folding rounds as well
-            found = prove_equal(gated, self._cut(gated), double, 1e-10)
-            return {f"{mode}, in float64": value for mode, value in found.items()}
+    def _here(self) -> Example:
+        """The example where the model is, in its precision."""
+        return example_for(self.example, self._flat())
 
     def _check_done(self) -> None:
         taken = f"{self.step_count} of {self.steps} steps were taken"
@@ -446,24 +439,6 @@ class Pruner:
             raise PruneError(
                 f"export: the budget is not met: {now}, though {taken}. The gates were changed "
                 f"from outside after they had closed: load the pruner's own state too."
-            )
-
-    def _example_here(self) -> Example:
-        device, dtype = self._flat().device, self._flat().dtype
-        real = torch.float64 if dtype == torch.float64 else None
-
-        def here(x: Tensor) -> Tensor:
-            return x.to(device, real) if x.is_floating_point() and real else x.to(device)
-
-        moved: Example = tree_map_only(Tensor, here, self.example)
-        return moved
-
-    def _check_macs(self, small: nn.Module, example: Example) -> None:
-        counted, claimed = count_macs(small, example), self.cost()["macs"]
-        if counted != claimed and not self.graph.tapes[0].depends_on_data:
-            raise PruneError(
-                f"export: the cost model says {claimed} MACs, torch counts {counted} in the small "
-                f"model. Nothing was exported; please report this model."
             )
 
     def state_dict(self) -> dict[str, Any]:
