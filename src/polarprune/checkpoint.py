@@ -23,8 +23,11 @@ _KEY = "polarprune"
 _VERSION = 1
 
 
-def save(model: nn.Module, path: str | Path) -> None:
-    """Write a model that `export` or `shrink` made to a safetensors file."""
+def save(model: nn.Module, path: str | Path, *, card: dict[str, Any] | None = None) -> None:
+    """Write a model that `export` or `shrink` made to a safetensors file.
+
+    `card` is plain data about it, whatever the user wants to know later (`read_card`).
+    """
     recipe = getattr(model, RECIPE, None)
     if recipe is None:
         raise PruneError(
@@ -41,22 +44,13 @@ def save(model: nn.Module, path: str | Path) -> None:
         else:
             seen[place] = name
             tensors[name] = tensor.detach().contiguous().clone()
-    content = {"version": _VERSION, "recipe": recipe, "aliases": aliases}
+    content = {"version": _VERSION, "recipe": recipe, "aliases": aliases, "card": card or {}}
     save_file(tensors, str(path), metadata={_KEY: json.dumps(content)})
 
 
 def load(path: str | Path, *, model: nn.Module) -> nn.Module:
     """The saved small model, built on `model`: a fresh instance of the original class."""
-    if not Path(path).is_file():
-        raise PruneError(f"load: there is no file {path}.")
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            text = (file.metadata() or {}).get(_KEY)
-    except SafetensorError as error:
-        raise PruneError(f"load: {path} is not a safetensors file: {error}.") from error
-    if text is None:
-        raise PruneError(f"load: {path} holds no recipe; it was not written by polarprune.save.")
-    recipe, aliases = _read(text, path)
+    recipe, aliases = _read(_content(path), path)
     check_shapes(model, recipe.shapes, OTHER_MODEL)
     small = apply(copy.deepcopy(model), recipe)
     tensors = load_file(str(path))
@@ -80,11 +74,37 @@ def load(path: str | Path, *, model: nn.Module) -> nn.Module:
     return small
 
 
-def _read(text: str, path: str | Path) -> tuple[Recipe, dict[str, str]]:
+def read_card(path: str | Path) -> dict[str, Any]:
+    """What `save(..., card=...)` put beside the model."""
+    card: dict[str, Any] = _content(path).get("card", {})
+    return card
+
+
+def _content(path: str | Path) -> dict[str, Any]:
+    if not Path(path).is_file():
+        raise PruneError(f"load: there is no file {path}.")
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            text = (file.metadata() or {}).get(_KEY)
+    except SafetensorError as error:
+        raise PruneError(f"load: {path} is not a safetensors file: {error}.") from error
+    if text is None:
+        raise PruneError(f"load: {path} holds no recipe; it was not written by polarprune.save.")
     try:
         content = json.loads(text)
         if content["version"] > _VERSION:
             raise PruneError(f"load: {path} was written by a newer polarprune; update it.")
+        return dict(content)
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(path, error) from error
+
+
+def _read(content: dict[str, Any], path: str | Path) -> tuple[Recipe, dict[str, str]]:
+    try:
         return Recipe(**content["recipe"]), content["aliases"]
     except (ValueError, KeyError, TypeError) as error:
-        raise PruneError(f"load: the recipe in {path} is damaged: {error!r}.") from error
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: str | Path, error: Exception) -> PruneError:
+    return PruneError(f"load: the recipe in {path} is damaged: {error!r}.")

@@ -1,4 +1,4 @@
-"""The command line: `polarprune demo`, `inspect`, `bench`, `report`."""
+"""The command line: `polarprune demo`, `train`, `eval`, `inspect`, `bench`, `report`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ from .bench import Timing, environment, side_by_side
 from .checkpoint import load, save
 from .demo import Demo, Settings
 from .errors import PruneError
+from .experiments.data import open_data
+from .experiments.recipes import recipe
+from .experiments.run import Run, rebuilt
+from .experiments.training import accuracy
 from .pictures import save_gate_histogram
 from .report import Report
 from .trace import trace
@@ -72,7 +76,9 @@ def _bar() -> Progress:
 
 
 def _line(row: dict[str, Any]) -> str:
-    text = f"loss {row['loss']:.3f}  accuracy {row['accuracy']:.1%}"
+    text = f"loss {row['loss']:.3f}"
+    if "accuracy" in row:
+        text += f"  accuracy {row['accuracy']:.1%}"
     if "macs" in row:
         text += (
             f"  MACs {row['macs']:.1%}  closed {row['closed']}  "
@@ -111,6 +117,90 @@ def _show(report: Report, budget: float) -> None:
         f"(relative {max(report.proof.values()):.1e})"
         f"\nlatency of {times['batch']} images: {times['before']:.2f} ms before, "
         f"{times['after']:.2f} ms after (median of {times['runs']}, {results['machine']})"
+    )
+
+
+@app.command()
+def train(
+    network: Annotated[str, typer.Argument(help="a network or recipe: resnet56, vgg16-paper, ...")],
+    data: Annotated[str, typer.Option(help="cifar10:DIR")],
+    macs: Annotated[float | None, typer.Option(help="budget, as a fraction of the MACs")] = None,
+    params: Annotated[float | None, typer.Option(help="the same for parameters")] = None,
+    out: Annotated[Path, typer.Option(help="folder for models, log and report")] = Path(
+        "runs/train"
+    ),
+    baseline: Annotated[Path | None, typer.Option(help="weights to start from")] = None,
+    change: Annotated[
+        list[str] | None, typer.Option("--set", help="another number in the recipe: epochs=100")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="of all random numbers")] = None,
+    hold_out: Annotated[
+        int, typer.Option(help="score on so many training images instead of the test set")
+    ] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda; whatever is there")] = "",
+) -> None:
+    """Train a network, prune it to a budget while it trains on, and score what is left."""
+    try:
+        wanted = recipe(network, seed=seed, **_changes(change or []))
+        found = open_data(data)
+        found = found.held_out(hold_out) if hold_out else found
+        with _bar() as bar:
+            task = bar.add_task("starting", total=None, info="")
+
+            def show(row: dict[str, Any]) -> None:
+                bar.update(task, completed=row["epoch"], total=row["epochs"],
+                           description=row["stage"], info=_line(row))  # fmt: skip
+
+            place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+            run = Run(wanted, found, out, device=place, progress=show)
+            model = run.baseline(baseline)
+            limits = {"macs": macs, "params": params}
+            if macs is None and params is None:
+                console.print(f"baseline: {accuracy(model, run.data.test):.2%}", markup=False)
+                return
+            card = run.prune(model, **{k: v for k, v in limits.items() if v is not None})
+    except PruneError as error:
+        _fail(error)
+    for row in card["table"]:
+        console.print(f"{row['stage']:>16}  {row['accuracy']:.2%}  {row['macs']:,} MACs  "
+                      f"{row['params']:,} params", markup=False, highlight=False)  # fmt: skip
+    console.print(f"{card['macs_share']:.2%} of the MACs, {card['params_share']:.2%} of the params."
+                  f" Written to {out}/", markup=False)  # fmt: skip
+
+
+def _changes(given: list[str]) -> dict[str, Any]:
+    """key=value, as the recipe has them; `schedule.done=0.4` reaches into its schedule."""
+    found: dict[str, Any] = {}
+    for text in given:
+        key, _, value = text.partition("=")
+        try:
+            found[key] = json.loads(value)
+        except json.JSONDecodeError:
+            found[key] = value
+    return found
+
+
+@app.command("eval")
+def evaluate(
+    file: Annotated[Path, typer.Argument(help="a model of the zoo, or one that train wrote")],
+    data: Annotated[str, typer.Option(help="cifar10:DIR")],
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+) -> None:
+    """Rebuild a pruned network from its file and score it."""
+    try:
+        model, card = rebuilt(file)
+        images = open_data(data).test.to(device)
+        start = time.perf_counter()
+        found = accuracy(model.to(device), images)
+    except PruneError as error:
+        _fail(error)
+    console.print(
+        f"{file.name}: {card['network']}, {card['macs'] / 1e6:.2f} M MACs "
+        f"({card['macs_share']:.2%}), {card['params'] / 1e6:.3f} M params "
+        f"({card['params_share']:.2%})\n"
+        f"accuracy {found:.2%} on {len(images):,} images in {time.perf_counter() - start:.0f} s "
+        f"(its card: {card['accuracy']:.2%})",
+        markup=False,
     )
 
 

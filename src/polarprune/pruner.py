@@ -101,7 +101,8 @@ class Pruner:
         self._every = max(1, steps // _CONTROLS)
         self.copies: list[nn.Module] = []  # of the gated model (averages), cut when it is
         self._compacts = compact == "auto"
-        self._compacted = 1.0  # share of MACs when it last was
+        self.compactions = 0  # so far; each changes shapes
+        self._compacted = 1.0  # share of MACs at the last
         self._pace = Pace()
         self._control()
 
@@ -386,6 +387,7 @@ class Pruner:
             return
         rebuild.gated(self.model, self.gates, optimizer)
         self._pace.changed()
+        self.compactions += 1
         self._present = rebuild.after
         self._stepper.take_out(rebuild.after)
         self._compacted = self.graph.cost.share(self._widths())["macs"]

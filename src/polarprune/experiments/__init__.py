@@ -1,0 +1,4 @@
+"""The networks, data and recipes of the paper's experiments: `polarprune train` and `eval`.
+
+networks → data → recipes → training → run. The library itself does not need any of this.
+"""

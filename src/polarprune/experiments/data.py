@@ -1,0 +1,174 @@
+"""CIFAR-10, whole, on the device where it is used; crops and flips are drawn there.
+
+`cifar10:DIR` names a folder that holds the data set as it is handed out, unpacked: the Python
+version (cifar-10-batches-py) or the binary one (cifar-10-batches-bin).
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import PruneError
+
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+_PADDING = 4
+_RECORD = 3073  # bytes: a class, then 32 × 32 of red, green and blue
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images (N × height × width × 3, bytes) and their classes."""
+
+    x: Tensor
+    y: Tensor
+
+    def to(self, device: str | torch.device) -> Images:
+        return Images(self.x.to(device), self.y.to(device))
+
+    def pick(self, places: Tensor | slice) -> Images:
+        return Images(self.x[places], self.y[places])
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Images to learn from and images to score on; `classes` of them."""
+
+    train: Images
+    test: Images
+    classes: int = 10
+
+    def to(self, device: str | torch.device) -> Data:
+        return replace(self, train=self.train.to(device), test=self.test.to(device))
+
+    def held_out(self, count: int) -> Data:
+        """Scores are of `count` training images instead, which are not learned from.
+
+        Hyper-parameters are chosen on these: the test set is looked at once.
+        """
+        order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(10))
+        order = order.to(self.train.y.device)
+        return replace(
+            self, train=self.train.pick(order[count:]), test=self.train.pick(order[:count])
+        )
+
+
+def open_data(name: str) -> Data:
+    """`cifar10:DIR`"""
+    kind, _, folder = name.partition(":")
+    if kind != "cifar10" or not folder:
+        raise PruneError(f"--data {name}: give cifar10:DIR, the folder with the unpacked data set.")
+    for inner, read in (("cifar-10-batches-py", _read_python), ("cifar-10-batches-bin", _read_bin)):
+        for place in (Path(folder) / inner, Path(folder)):
+            if place.name == inner and place.is_dir():
+                return read(place)
+    raise PruneError(
+        f"--data {name}: there is neither cifar-10-batches-py nor cifar-10-batches-bin in "
+        f"{folder}. Unpack cifar-10-python.tar.gz or cifar-10-binary.tar.gz there."
+    )
+
+
+def _read_python(folder: Path) -> Data:
+    names = [f"data_batch_{k}" for k in range(1, 6)]
+    found = []
+    for name in (*names, "test_batch"):
+        content = _Plain(io.BytesIO(_bytes(folder / name))).load()
+        images = torch.from_numpy(content[b"data"]).reshape(-1, 3, 32, 32)
+        found.append(
+            Images(images.permute(0, 2, 3, 1).contiguous(), torch.tensor(content[b"labels"]))
+        )
+    return _joined(found)
+
+
+def _read_bin(folder: Path) -> Data:
+    names = [f"data_batch_{k}.bin" for k in range(1, 6)]
+    found = []
+    for name in (*names, "test_batch.bin"):
+        rows = torch.frombuffer(bytearray(_bytes(folder / name)), dtype=torch.uint8)
+        rows = rows.reshape(-1, _RECORD)
+        images = rows[:, 1:].reshape(-1, 3, 32, 32).permute(0, 2, 3, 1).contiguous()
+        found.append(Images(images, rows[:, 0].long()))
+    return _joined(found)
+
+
+def _joined(found: list[Images]) -> Data:
+    *parts, test = found
+    return Data(Images(torch.cat([p.x for p in parts]), torch.cat([p.y for p in parts])), test)
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise PruneError(f"--data: {path} cannot be read: {error}.") from error
+
+
+class _Plain(pickle.Unpickler):
+    """The batches are pickles of arrays: nothing else is let in."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, encoding="bytes")
+
+    def find_class(self, module: str, name: str) -> Any:
+        arrays = module.split(".")[0] == "numpy" and name in ("_reconstruct", "ndarray", "dtype")
+        if arrays or (module, name) == ("_codecs", "encode"):
+            return super().find_class(module, name)
+        raise PruneError(f"--data: a batch holds {module}.{name}; this is not CIFAR-10.")
+
+
+class Batches:
+    """Batches for training, drawn on the device: shuffled, shifted by up to 4 pixels, flipped.
+
+    All that changes is held in tensors that are written in place, so that a CUDA graph can hold
+    `next`.
+    """
+
+    def __init__(self, images: Images, size: int, dtype: torch.dtype = torch.float32) -> None:
+        frame = (0, 0, _PADDING, _PADDING, _PADDING, _PADDING)
+        self.x = torch.nn.functional.pad(images.x, frame)
+        self.y, self.size, self.dtype = images.y, size, dtype
+        self.height, self.width = images.x.shape[1:3]
+        device = images.x.device
+        self.per_epoch = len(images) // size
+        self.order = torch.zeros(self.per_epoch * size, dtype=torch.long, device=device)
+        self.at = torch.zeros((), dtype=torch.long, device=device)
+        self.scale = _scale(device)
+
+    def shuffle(self) -> None:
+        """Begin an epoch."""
+        order = torch.randperm(len(self.y), device=self.order.device)
+        self.order.copy_(order[: len(self.order)])
+        self.at.zero_()
+
+    def next(self) -> tuple[Tensor, Tensor]:
+        device = self.order.device
+        mine = torch.arange(self.size, device=device)
+        pick = self.order[self.at + mine]
+        self.at += self.size
+        shift = torch.randint(0, 2 * _PADDING + 1, (2, self.size, 1), device=device)
+        flip = torch.rand(self.size, 1, device=device) < 0.5
+        rows = shift[0] + torch.arange(self.height, device=device)
+        across = torch.arange(self.width, device=device)
+        columns = shift[1] + torch.where(flip, self.width - 1 - across, across)
+        images = self.x[pick[:, None, None], rows[:, :, None], columns[:, None, :]]
+        return normalised(images, self.scale).to(self.dtype), self.y[pick]
+
+
+def _scale(device: torch.device) -> tuple[Tensor, Tensor]:
+    mean, std = (torch.tensor(numbers, device=device) for numbers in (MEAN, STD))
+    return mean, std
+
+
+def normalised(images: Tensor, scale: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """Bytes (N × height × width × 3) as a model takes them (N × 3 × height × width)."""
+    mean, std = scale or _scale(images.device)
+    return ((images / 255 - mean) / std).permute(0, 3, 1, 2)

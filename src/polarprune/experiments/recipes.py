@@ -1,0 +1,90 @@
+"""Every number of an experiment. `paper` is the paper's recipe as it stands, the others are ours.
+
+Where the paper is silent (learning rate and batch for CIFAR-10) the numbers are the usual ones.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from ..errors import PruneError
+from ..schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A baseline is trained, pruned while it is trained again, exported, perhaps tuned."""
+
+    network: str
+    baseline_epochs: int = 200
+    epochs: int = 200  # while pruning
+    batch: int = 256
+    baseline_lr: float = 0.2
+    lr: float = 0.2
+    warm_up: float = 5.0  # epochs in which the rate rises from 0
+    rates: str = "cosine"  # or "steps": a tenth after half and after three quarters
+    momentum: float = 0.9
+    nesterov: bool = True
+    weight_decay: float = 5e-4
+    label_smoothing: float = 0.0
+    schedule: Schedule = Schedule()
+    compact: str | None = "auto"
+    distill: float = 0.0  # share of the loss that is the baseline's opinion
+    temperature: float = 4.0
+    recalibrate: int = 0  # batches from which batch norms take their statistics anew at the end
+    tune_epochs: int = 0  # after removal
+    tune_lr: float = 0.02
+    seed: int = 0
+
+    def rate(self, progress: float, epochs: int) -> float:
+        """The learning rate at a time between 0 and 1, as a share of the highest."""
+        rising = self.warm_up / epochs
+        if progress < rising:
+            return progress / rising
+        if self.rates == "steps":
+            return 1.0 if progress < 0.5 else 0.1 if progress < 0.75 else 0.01
+        done = (progress - rising) / (1 - rising)
+        return 0.5 * (1 + math.cos(math.pi * done))
+
+
+def per_epoch(decay: float, epochs: int, start: float = 0.1) -> Schedule:
+    """ε as the paper gives it: multiplied by a number once an epoch."""
+    return Schedule(eps_start=start, eps_end=start * decay**epochs)
+
+
+def _paper(network: str) -> Recipe:
+    return Recipe(
+        network, baseline_epochs=350, epochs=350, batch=128, baseline_lr=0.1, lr=0.1, warm_up=0.0,
+        schedule=per_epoch(0.96, 350),
+    )  # fmt: skip
+
+
+RECIPES = {
+    "resnet56": Recipe("resnet56", distill=0.9),
+    "vgg16": Recipe("vgg16", baseline_lr=0.1, lr=0.1, distill=0.9),
+    "mobilenetv2": Recipe("mobilenetv2", distill=0.9),
+    "resnet20": Recipe("resnet20"),
+    **{f"{name}-paper": _paper(name) for name in ("resnet56", "vgg16", "mobilenetv2")},
+}
+
+
+def recipe(name: str, **changes: Any) -> Recipe:
+    """A recipe by its name, with some numbers changed."""
+    if name not in RECIPES:
+        raise PruneError(f"there is no recipe {name!r}. Recipes: {', '.join(RECIPES)}.")
+    found = RECIPES[name]
+    for key, value in changes.items():
+        if value is not None:
+            found = _changed(found, key, value)
+    return found
+
+
+def _changed(found: Any, key: str, value: Any) -> Any:
+    """A copy with one number changed; `schedule.done` reaches into the schedule."""
+    key, _, inner = key.partition(".")
+    known = [field.name for field in fields(found)]
+    if key not in known:
+        raise PruneError(f"a {type(found).__name__} has no {key!r}. It has {', '.join(known)}.")
+    return replace(found, **{key: _changed(getattr(found, key), inner, value) if inner else value})

@@ -1,0 +1,196 @@
+"""Training as fast as one GPU goes: data on it, the whole step captured in a CUDA graph.
+
+The same code runs on a CPU, step by step.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from ..pruner import Pruner
+from .data import Batches, Images, normalised
+from .recipes import Recipe
+
+_WARM = 3  # steps before one is captured
+
+
+class Captured:
+    """Runs a function; on a GPU, after a few times, from a CUDA graph of it."""
+
+    def __init__(self, function: Callable[[], None], on_gpu: bool) -> None:
+        self.function, self.on_gpu = function, on_gpu
+        self.forget()
+
+    def forget(self) -> None:
+        """Shapes are others now: capture anew."""
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.warm = 0
+
+    def __call__(self) -> bool:
+        """True if it was replayed."""
+        if not self.on_gpu:
+            self.function()
+            return False
+        if self.warm < _WARM:
+            self.warm += 1
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                self.function()
+            torch.cuda.current_stream().wait_stream(side)
+            return False
+        if self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.function()
+        self.graph.replay()
+        return True
+
+
+class Trainer:
+    """Trains a model by a recipe, with or without a pruner, with or without a teacher."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Batches,
+        recipe: Recipe,
+        *,
+        epochs: int,
+        lr: float,
+        pruner: Pruner | None = None,
+        teacher: nn.Module | None = None,
+        penalty: Callable[[], Tensor] | None = None,
+    ) -> None:
+        self.model, self.batches, self.recipe = model, batches, recipe
+        self.epochs, self.pruner, self.penalty = epochs, pruner, penalty
+        self.teacher = copy.deepcopy(teacher).eval().requires_grad_(False) if teacher else None
+        self.steps = epochs * batches.per_epoch
+        self.done = 0  # steps
+        self.device = batches.order.device
+        on_gpu = self.device.type == "cuda"
+        groups: list[dict[str, Any]] = (
+            pruner.param_groups(lr=lr, weight_decay=recipe.weight_decay)
+            if pruner
+            else [{"params": list(model.parameters()), "lr": lr,
+                   "weight_decay": recipe.weight_decay}]
+        )  # fmt: skip
+        self.rates = [group["lr"] for group in groups]
+        if on_gpu:  # a captured step reads the rate from the device
+            for group in groups:
+                group["lr"] = torch.tensor(group["lr"], device=self.device)
+        self.optimizer = SGD(
+            groups, momentum=recipe.momentum, nesterov=recipe.nesterov, fused=on_gpu or None
+        )
+        if pruner:
+            pruner.attach(self.optimizer)
+        self.sums = torch.zeros(2, device=self.device)  # of losses, and of right answers
+        self._run = Captured(self._step, on_gpu)
+        self._compactions = 0
+
+    def _step(self) -> None:
+        self.model.train()
+        x, y = self.batches.next()
+        self.optimizer.zero_grad(set_to_none=True)
+        on_gpu = self.device.type == "cuda"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=on_gpu):
+            scores = self.model(x)
+            opinion = self.teacher(x) if self.teacher else None
+        loss = self._loss(scores.float(), y, opinion)
+        if self.penalty is not None:
+            loss = loss + self.penalty()
+        loss.backward()
+        self.optimizer.step()
+        right = (scores.argmax(1) == y).float().mean()
+        self.sums += torch.stack([loss.detach(), right])
+
+    def _loss(self, scores: Tensor, y: Tensor, opinion: Tensor | None) -> Tensor:
+        recipe = self.recipe
+        loss = F.cross_entropy(scores, y, label_smoothing=recipe.label_smoothing)
+        if opinion is None:
+            return loss
+        t = recipe.temperature
+        apart = F.kl_div(
+            F.log_softmax(scores / t, 1), F.log_softmax(opinion.float() / t, 1),
+            reduction="batchmean", log_target=True,
+        )  # fmt: skip
+        return (1 - recipe.distill) * loss + recipe.distill * t * t * apart
+
+    def _set_rate(self) -> None:
+        share = self.recipe.rate(self.done / self.steps, self.epochs)
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate * share)
+            else:
+                group["lr"] = rate * share
+
+    def epoch(self) -> dict[str, float]:
+        """One pass over the images."""
+        self.batches.shuffle()
+        self.sums.zero_()
+        for _ in range(self.batches.per_epoch):
+            self._set_rate()
+            replayed = self._run()
+            if replayed and self.pruner is not None:
+                self.pruner.replayed()
+            self.done += 1
+            if self.pruner is not None and self.pruner.compactions > self._compactions:
+                self._compactions = self.pruner.compactions
+                self._run.forget()
+        loss, right = (self.sums / self.batches.per_epoch).tolist()
+        return {"loss": loss, "train_accuracy": right}
+
+    def state(self) -> dict[str, Any]:
+        """All that is needed to go on from here."""
+        return {
+            "pruner": self.pruner.state_dict() if self.pruner else None,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "done": self.done,
+            "random": torch.get_rng_state(),
+            "random_gpu": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        if self.pruner is not None:
+            self.pruner.load_state_dict(state["pruner"])  # first: it brings back the widths
+            self._compactions = self.pruner.compactions
+        self.model.load_state_dict(state["model"])
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.optimizer.load_state_dict(state["optimizer"])
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate  # a tensor that a graph may hold; the value is set at every step
+        self.done = state["done"]
+        torch.set_rng_state(state["random"].cpu())
+        if state["random_gpu"] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["random_gpu"].cpu())
+
+
+@torch.no_grad()
+def predictions(model: nn.Module, images: Images, batch: int = 1000) -> Tensor:
+    """Classes, in eval mode and in full precision."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    found = [model(normalised(x)).argmax(1) for x in images.x.split(batch)]
+    for module, training in modes:
+        module.training = training
+    return torch.cat(found)
+
+
+def accuracy(model: nn.Module, images: Images) -> float:
+    return float((predictions(model, images) == images.y).double().mean())
+
+
+def recalibrate(model: nn.Module, batches: Batches, count: int) -> None:
+    """Statistics of batch norms taken anew, as the mean over some batches."""
+    batches.shuffle()
+    torch.optim.swa_utils.update_bn(
+        (batches.next()[0] for _ in range(min(count, batches.per_epoch))), model
+    )

@@ -1,0 +1,361 @@
+"""`polarprune train` and `eval`: data, recipes, the training loop, a run from start to card."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import polarprune as pp
+from polarprune.cli import app
+from polarprune.experiments import networks
+from polarprune.experiments.data import MEAN, STD, Batches, Data, Images, normalised, open_data
+from polarprune.experiments.networks import VGG, MobileNetV2, ResNet
+from polarprune.experiments.recipes import RECIPES, Recipe, per_epoch, recipe
+from polarprune.experiments.run import Run, rebuilt
+from polarprune.experiments.training import Trainer, accuracy, predictions, recalibrate
+from polarprune.proof import count_macs
+
+runner = CliRunner()
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Conv2d(3, 12, 3, 2, 1)
+        self.bn = nn.BatchNorm2d(12)
+        self.two = nn.Conv2d(12, 16, 3, 2, 1)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.two(self.bn(self.one(x)).relu()).relu().mean((2, 3)))
+
+
+TINY = Recipe("tiny", baseline_epochs=3, epochs=4, batch=20, baseline_lr=0.05, lr=0.05, warm_up=1)
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(networks.NETWORKS, "tiny", Tiny)
+    monkeypatch.setitem(RECIPES, "tiny", TINY)
+
+
+def images(count: int, seed: int = 0) -> Images:
+    """Colours say which class it is."""
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.arange(count) % 10
+    x = torch.randint(0, 60, (count, 32, 32, 3), generator=generator)
+    x[:, :, :, 0] += 20 * y[:, None, None] % 190
+    x[:, :, :, 1] += (y[:, None, None] * 70) % 190
+    return Images(x.to(torch.uint8), y)
+
+
+@pytest.fixture
+def data() -> Data:
+    return Data(images(200), images(60, seed=1))
+
+
+def written(folder: Path, kind: str) -> Data:
+    """CIFAR-10 in miniature, in the two forms in which it is handed out."""
+    inner = folder / f"cifar-10-batches-{kind}"
+    inner.mkdir()
+    parts = [images(20, seed=k) for k in range(6)]
+    for name, part in zip([*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"], parts,
+                          strict=True):  # fmt: skip
+        rows = part.x.permute(0, 3, 1, 2).reshape(len(part), -1)
+        if kind == "py":
+            content = {b"data": rows.numpy(), b"labels": part.y.tolist()}
+            (inner / name).write_bytes(pickle.dumps(content, protocol=2))
+        else:
+            whole = torch.cat([part.y[:, None].to(torch.uint8), rows], 1)
+            (inner / f"{name}.bin").write_bytes(bytes(whole.flatten().tolist()))
+    train = Images(torch.cat([p.x for p in parts[:5]]), torch.cat([p.y for p in parts[:5]]))
+    return Data(train, parts[5])
+
+
+# --- networks -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "macs", "params"),
+    [(ResNet, 125.5e6, 0.85e6), (VGG, 313.5e6, 14.99e6), (MobileNetV2, 87.98e6, 2.24e6)],
+)
+def test_networks_have_the_size_that_is_compared(make: Any, macs: float, params: float) -> None:
+    model = make()
+    image = torch.randn(1, 3, 32, 32)
+    assert count_macs(model, image) == pytest.approx(macs, rel=0.002)
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(params, rel=0.01)
+    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
+
+
+@pytest.mark.parametrize("make", [lambda: ResNet(1), VGG, MobileNetV2])
+def test_all_of_a_network_may_be_pruned(make: Any) -> None:
+    graph = pp.trace(make().eval(), torch.randn(2, 3, 32, 32))
+    assert not any(group.frozen for name, group in graph.groups.items() if "head" not in name)
+    lowest = torch.tensor([float(group.minimum) for group in graph.open.values()])
+    assert graph.cost.share(lowest)["macs"] < 0.05
+
+
+# --- data -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["py", "bin"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_both_forms_of_the_data_set_are_read(kind: str, inside: bool, tmp_path: Path) -> None:
+    wanted = written(tmp_path, kind)
+    folder = tmp_path / f"cifar-10-batches-{kind}" if inside else tmp_path
+    found = open_data(f"cifar10:{folder}")
+    for one, other in ((found.train, wanted.train), (found.test, wanted.test)):
+        assert torch.equal(one.x, other.x) and torch.equal(one.y, other.y)
+
+
+def test_a_pickle_with_something_else_in_it_is_refused(tmp_path: Path) -> None:
+    written(tmp_path, "py")
+    file = tmp_path / "cifar-10-batches-py" / "data_batch_3"
+    file.write_bytes(pickle.dumps({b"data": Path("x"), b"labels": []}))
+    with pytest.raises(pp.PruneError, match="this is not CIFAR-10"):
+        open_data(f"cifar10:{tmp_path}")
+
+
+@pytest.mark.parametrize("name", ["cifar100:x", "cifar10", "cifar10:", "nothing"])
+def test_other_data_is_refused(name: str) -> None:
+    with pytest.raises(pp.PruneError, match="give cifar10:DIR"):
+        open_data(name)
+
+
+def test_missing_data_is_named(tmp_path: Path) -> None:
+    with pytest.raises(pp.PruneError, match="neither cifar-10-batches-py nor"):
+        open_data(f"cifar10:{tmp_path}")
+    written(tmp_path, "bin")
+    (tmp_path / "cifar-10-batches-bin" / "data_batch_2.bin").unlink()
+    with pytest.raises(pp.PruneError, match=r"data_batch_2\.bin cannot be read"):
+        open_data(f"cifar10:{tmp_path}")
+
+
+def test_what_is_held_out_is_not_learned_from(data: Data) -> None:
+    part = data.held_out(50)
+    assert (len(part.train), len(part.test)) == (150, 50)
+    seen = {bytes(x.flatten()[:50].tolist()) for x in part.train.x}
+    assert not any(bytes(x.flatten()[:50].tolist()) in seen for x in part.test.x)
+    assert torch.equal(part.test.x, data.held_out(50).test.x)
+
+
+def test_normalised_images_have_the_published_mean_and_deviation() -> None:
+    x = torch.tensor(MEAN).mul(255).expand(1, 2, 2, 3)
+    assert normalised(x).abs().max() < 1e-6
+    y = (torch.tensor(MEAN) + torch.tensor(STD)).mul(255).expand(1, 2, 2, 3)
+    assert torch.allclose(normalised(y), torch.ones(1, 3, 2, 2), atol=1e-5)
+
+
+def test_batches_are_crops_and_flips_of_the_images() -> None:
+    """Every batch image is found among the 9 × 9 × 2 that there may be."""
+    few = images(6)
+    batches = Batches(few, 3)
+    padded = nn.functional.pad(few.x, (0, 0, 4, 4, 4, 4))
+    crops = torch.cat([
+        padded[:, top : top + 32, left : left + 32] for top in range(9) for left in range(9)
+    ])  # fmt: skip
+    known = normalised(torch.cat([crops, crops.flip(2)]))
+    torch.manual_seed(0)
+    batches.shuffle()
+    seen = []
+    for _ in range(2):
+        x, y = batches.next()
+        for image, label in zip(x, y, strict=True):
+            gaps = (known - image).abs().amax((1, 2, 3))
+            number = int(gaps.argmin()) % 6
+            assert float(gaps.min()) < 1e-6 and int(few.y[number]) == int(label)
+            seen.append(number)
+    assert sorted(seen) == list(range(6))  # each once an epoch
+
+
+def test_shifts_and_flips_differ_from_image_to_image() -> None:
+    same = images(1)
+    many = Images(same.x.expand(64, -1, -1, -1), same.y.expand(64))
+    batches = Batches(many, 64)
+    batches.shuffle()
+    x, _ = batches.next()
+    assert len({tuple(image.flatten()[::97].tolist()) for image in x}) > 30
+
+
+# --- recipes --------------------------------------------------------------------------------------
+
+
+def test_the_papers_schedule_of_epsilon() -> None:
+    schedule = per_epoch(0.96, 350)
+    assert schedule.eps(0, 350) == pytest.approx(0.1)
+    assert schedule.eps(1, 350) == pytest.approx(0.096)
+    assert schedule.eps(350, 350) == pytest.approx(0.1 * 0.96**350)
+    assert recipe("resnet56-paper").schedule == schedule
+
+
+def test_rates() -> None:
+    cosine = Recipe("x", warm_up=5)
+    assert [cosine.rate(t, 100) for t in (0.0, 0.025, 0.05)] == pytest.approx([0, 0.5, 1])
+    assert cosine.rate(0.525, 100) == pytest.approx(0.5) and cosine.rate(1.0, 100) < 1e-9
+    steps = Recipe("x", warm_up=0, rates="steps")
+    assert [steps.rate(t, 100) for t in (0.0, 0.49, 0.5, 0.8)] == [1.0, 1.0, 0.1, 0.01]
+
+
+def test_numbers_of_a_recipe_may_be_changed() -> None:
+    found = recipe("resnet56", epochs=7, seed=None, **{"schedule.done": 0.4})
+    assert (found.epochs, found.seed, found.schedule.done) == (7, 0, 0.4)
+    with pytest.raises(pp.PruneError, match="has no 'epoch'"):
+        recipe("resnet56", epoch=7)
+    with pytest.raises(pp.PruneError, match="there is no recipe 'resnet'"):
+        recipe("resnet")
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def test_it_learns(data: Data, tmp_path: Path) -> None:
+    run = Run(recipe("tiny", baseline_epochs=15), data, tmp_path)
+    model = run.baseline()
+    assert accuracy(model, data.test) > 0.6
+    again = Run(recipe("tiny", baseline_epochs=15), data, tmp_path).baseline()
+    assert torch.equal(predictions(model, data.test), predictions(again, data.test))
+
+
+def test_a_run_ends_on_its_budget_with_the_same_predictions(data: Data, tmp_path: Path) -> None:
+    run = Run(recipe("tiny", distill=0.5, recalibrate=4, tune_epochs=2), data, tmp_path)
+    card = run.prune(run.baseline(), macs=0.5)
+    assert card["macs_share"] <= 0.5 and card["identical_predictions"]
+    assert [row["stage"] for row in card["table"]] == [
+        "baseline", "before removal", "after removal", "after fine-tuning",
+    ]  # fmt: skip
+    assert card["table"][1]["accuracy"] == card["table"][2]["accuracy"]
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "baseline.safetensors", "small.safetensors", "card.json", "report.json", "report.html",
+        "log.jsonl",
+    }  # fmt: skip
+    small, found = rebuilt(tmp_path / "small.safetensors")
+    assert accuracy(small, data.test) == card["accuracy"]
+    assert count_macs(small, torch.randn(2, 3, 32, 32)) == card["macs"]
+    assert found == {k: v for k, v in json.loads((tmp_path / "card.json").read_text()).items()
+                     if k != "sha256"}  # fmt: skip
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [row["stage"] for row in rows] == ["baseline"] * 3 + ["prune"] * 4 + ["tune"] * 2
+    assert rows[6]["macs"] <= 0.5 and rows[6]["accuracy"] is not None
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_a_run_goes_on_where_it_was_cut_off(
+    after: int, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("polarprune.experiments.run._EVERY", 1)
+    monkeypatch.setattr("polarprune.pruner.time.perf_counter", lambda: 0.0)
+    cards = []
+    for name in ("whole", "parts"):
+        folder = tmp_path / name
+        seen = 0
+
+        def stop(row: dict[str, Any]) -> None:
+            nonlocal seen
+            seen += row["stage"] == "prune"
+            if seen > after:
+                raise Stop
+
+        start = Run(TINY, data, folder)
+        model = start.baseline()
+        torch.manual_seed(5)
+        if name == "parts":
+            start.progress = stop
+            with pytest.raises(Stop):
+                start.prune(model, macs=0.5)
+            torch.manual_seed(99)  # another process, another state
+            start = Run(TINY, data, folder)
+            model = start.baseline()
+        cards.append(start.prune(model, macs=0.5))
+    assert cards[0]["table"] == cards[1]["table"] and cards[0]["sha256"] == cards[1]["sha256"]
+
+
+def test_a_teacher_is_listened_to(data: Data) -> None:
+    torch.manual_seed(0)
+    teacher, student = Tiny(), Tiny()
+    batches = Batches(data.train, 20)
+    trainer = Trainer(
+        student, batches, recipe("tiny", distill=1.0), epochs=20, lr=0.05, teacher=teacher
+    )
+
+    def apart() -> float:
+        x = normalised(data.test.x)
+        with torch.no_grad():
+            return float((teacher.eval()(x).softmax(1) - student.eval()(x).softmax(1)).abs().sum())
+
+    before = apart()
+    for _ in range(20):
+        trainer.epoch()
+    assert apart() < 0.7 * before
+    assert trainer.teacher is not teacher and not any(
+        p.requires_grad for p in trainer.teacher.parameters()
+    )
+
+
+def test_statistics_of_batch_norms_are_taken_anew(data: Data) -> None:
+    model = Tiny()
+    model.bn.running_mean.fill_(100.0)
+    recalibrate(model, Batches(data.train, 20), 5)
+    assert float(model.bn.running_mean.abs().max()) < 10
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+def test_train_and_eval_on_the_command_line(tmp_path: Path) -> None:
+    written(tmp_path, "bin")
+    data, out = f"cifar10:{tmp_path}", tmp_path / "out"
+    done = runner.invoke(app, [
+        "train", "tiny", "--data", data, "--macs", "0.5", "--out", str(out), "--device", "cpu",
+        "--set", "epochs=3", "--set", "batch=10", "--seed", "3",
+    ])  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "after removal" in done.output and "of the MACs" in done.output
+    scored = runner.invoke(app, ["eval", str(out / "small.safetensors"), "--data", data])
+    assert scored.exit_code == 0, scored.output
+    card = json.loads((out / "card.json").read_text())
+    shown = " ".join(scored.output.split())
+    assert f"accuracy {card['accuracy']:.2%} on 20 images" in shown
+    assert card["recipe"]["seed"] == 3 and card["recipe"]["epochs"] == 3
+
+
+def test_a_baseline_alone(tmp_path: Path) -> None:
+    written(tmp_path, "bin")
+    done = runner.invoke(app, [
+        "train", "tiny", "--data", f"cifar10:{tmp_path}", "--out", str(tmp_path / "out"),
+        "--set", "batch=10", "--hold-out", "20",
+    ])  # fmt: skip
+    assert done.exit_code == 0 and "baseline: " in done.output
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["train", "nothing", "--data", "cifar10:x"], "there is no recipe 'nothing'"),
+        (["train", "tiny", "--data", "cifar10:nowhere"], "neither cifar-10-batches-py nor"),
+        (["train", "tiny", "--data", "cifar10:x", "--set", "speed=9"], "has no 'speed'"),
+        (["eval", "nowhere.safetensors", "--data", "cifar10:x"], "there is no file"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_named(given: list[str], said: str) -> None:
+    done = runner.invoke(app, given)
+    assert done.exit_code == 1 and said in " ".join(done.output.split())
+
+
+def test_a_file_of_another_network_is_refused(tmp_path: Path) -> None:
+    model = Tiny().eval()
+    graph = pp.trace(model, torch.randn(2, 3, 32, 32))
+    small = pp.shrink(model, graph, {})
+    pp.save(small, tmp_path / "x.safetensors", card={"network": "unknown"})
+    with pytest.raises(pp.PruneError, match="names the network 'unknown'"):
+        rebuilt(tmp_path / "x.safetensors")
