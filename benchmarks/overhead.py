@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -203,27 +204,34 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def measure(case: Case) -> dict[str, Any]:
+def measure(name: str) -> dict[str, Any]:
     """Medians of all variants, and their ratios to the plain one."""
-    variants = {}
-    for name in ("plain", "gated", "naive"):
-        variants[name] = Training(case, name)
-        variants[name].turn(3)
-        variants[name].measure_memory()
-    times: dict[str, list[float]] = {name: [] for name in variants}
+    case = CASES[name]
+    names = ("plain", "gated", "naive")
+    memory = {each: peak_of(name, each) for each in names} if case.device == "cuda" else {}
+    variants = {each: Training(case, each) for each in names}
+    for training in variants.values():
+        training.turn(3)
+    times: dict[str, list[float]] = {each: [] for each in variants}
     for _ in range(case.turns):
-        for name, training in variants.items():
-            times[name].append(training.turn(case.steps))
-    medians = {name: statistics.median(found) for name, found in times.items()}
-    memory = {name: training.peak for name, training in variants.items() if training.peak}
+        for each, training in variants.items():
+            times[each].append(training.turn(case.steps))
+    medians = {each: statistics.median(found) for each, found in times.items()}
     return {
         "way": case.way,
         "batch": list(case.shape),
-        "milliseconds": {name: round(value, 3) for name, value in medians.items()},
-        "ratio": {name: round(medians[name] / medians["plain"], 4) for name in variants},
-        "memory_ratio": {name: round(memory[name] / memory["plain"], 4) for name in memory},
-        "turns": {name: [round(value, 3) for value in found] for name, found in times.items()},
+        "milliseconds": {each: round(value, 3) for each, value in medians.items()},
+        "ratio": {each: round(medians[each] / medians["plain"], 4) for each in variants},
+        "memory_ratio": {each: round(memory[each] / memory["plain"], 4) for each in memory},
+        "turns": {each: [round(value, 3) for value in found] for each, found in times.items()},
     }
+
+
+def peak_of(name: str, variant: str) -> int:
+    """Bytes at the height of a step, in a process of its own."""
+    command = [sys.executable, __file__, "--memory", name, variant]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(done.stdout.split()[-1])
 
 
 def machine(device: str) -> str:
@@ -241,10 +249,15 @@ def cases() -> Iterator[str]:
             yield name
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and sys.argv[1:2] == ["--memory"]:
+    training = Training(CASES[sys.argv[2]], sys.argv[3])
+    training.turn(3)
+    training.measure_memory()
+    print(training.peak)
+elif __name__ == "__main__":
     store = json.loads(STORE.read_text()) if STORE.exists() else {}
     for name in cases():
-        store[name] = {**measure(CASES[name]), "machine": machine(CASES[name].device)}
+        store[name] = {**measure(name), "machine": machine(CASES[name].device)}
         print(name, store[name]["ratio"], store[name]["memory_ratio"], flush=True)
         STORE.write_text(json.dumps(store, indent=1, sort_keys=True) + "\n")
         torch._dynamo.reset()
