@@ -237,7 +237,7 @@ def test_a_run_ends_on_its_budget_with_the_same_predictions(data: Data, tmp_path
     }  # fmt: skip
     small, found = rebuilt(tmp_path / "small.safetensors")
     assert accuracy(small, data.test) == card["accuracy"]
-    assert count_macs(small, torch.randn(2, 3, 32, 32)) == card["macs"]
+    assert count_macs(small, torch.randn(1, 3, 32, 32)) == card["macs"]
     assert found == {k: v for k, v in json.loads((tmp_path / "card.json").read_text()).items()
                      if k != "sha256"}  # fmt: skip
     rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
