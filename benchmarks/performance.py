@@ -18,17 +18,21 @@ def overhead() -> list[str]:
         "## A gated step beside a plain one",
         "",
         "Forward, backward, optimizer and proximal step, as a multiple of the plain step; naive: "
-        "gates multiplied into activations. Medians of turns that alternate "
+        "gates multiplied into activations. Medians of turns that alternate; memory is the peak of "
+        "a step of the gated model, as a multiple of the plain one's, in processes of their own "
         "([overhead.py](../benchmarks/overhead.py)).",
         "",
-        "| network | batch | way | plain (ms) | gated | naive | turns | machine |",
-        "|---|---|---|---|---|---|---|---|",
+        "| network | batch | way | plain (ms) | gated | naive | memory | turns | machine |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, row in stored("overhead").items():
         ratio, batch = row["ratio"], " × ".join(map(str, row["batch"]))
+        found = row["memory_ratio"].get("gated")
+        memory = "–" if found is None else f"{found:.3f}"
         lines.append(
             f"| {name} | {batch} | {row['way']} | {row['milliseconds']['plain']:.1f} | "
-            f"**{ratio['gated']:.3f}** | {ratio['naive']:.3f} | {len(row['turns']['plain'])} | "
+            f"**{ratio['gated']:.3f}** | {ratio['naive']:.3f} | {memory} | "
+            f"{len(row['turns']['plain'])} | "
             f"{row['machine']} |"
         )
     return lines
@@ -39,19 +43,25 @@ def shrinking() -> list[str]:
         "## A training that prunes beside one that does not",
         "",
         'The whole time of a run to half of the MACs with `compact="auto"`, as a multiple of as '
-        "many plain steps, and the same for the last tenth of the steps; one run "
+        "many plain steps, and the same for the last tenth of the steps; one run. Compiling: the "
+        "seconds of it that went into the first steps with new shapes; 90 epochs: the ratio with "
+        "the same steps and recompilations, for a training of that length on ImageNet "
         "([shrinking.py](../benchmarks/shrinking.py)).",
         "",
-        "| network | batch | steps | plain (s) | pruned | last tenth | MACs left | machine |",
-        "|---|---|---|---|---|---|---|---|",
+        "| network | batch | steps | plain (s) | pruned | last tenth | compiling (s) | 90 epochs | "
+        "MACs left | machine |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, row in stored("shrinking").items():
         batch = " × ".join(map(str, row["shape"]))
         machine = f"{row['machine']}, {row['threads']} threads, torch {row['versions']['torch']}"
+        compiling = "– | –"
+        if row["device"] == "cuda":
+            compiling = f"{row['first_steps']['pruned']:.0f} | **{row['ratio_of_90_epochs']:.3f}**"
         lines.append(
             f"| {name} | {batch} | {row['steps']} | {row['seconds']['plain']:.0f} | "
-            f"**{row['ratio']:.3f}** | {row['ratio_by_tenths'][-1]:.3f} | {row['macs']:.1%} | "
-            f"{machine} |"
+            f"**{row['ratio']:.3f}** | {row['ratio_by_tenths'][-1]:.3f} | {compiling} | "
+            f"{row['macs']:.1%} | {machine} |"
         )
     return lines
 
