@@ -18,6 +18,7 @@ from ..pruner import Pruner
 from .data import Batches, Images, normalised
 from .recipes import Recipe
 
+Groups = list[dict[str, Any]]  # of parameters, as an optimizer takes them
 _WARM = 3  # steps before one is captured
 
 
@@ -63,7 +64,7 @@ class Method:
 
     captured = True
 
-    def param_groups(self, model: nn.Module, lr: float, weight_decay: float) -> list[dict[str, Any]]:
+    def param_groups(self, model: nn.Module, lr: float, weight_decay: float) -> Groups:
         """For the optimizer."""
         return [{"params": list(model.parameters()), "lr": lr, "weight_decay": weight_decay}]
 
@@ -108,7 +109,7 @@ class Trainer:
         self.done = 0  # steps
         self.device = batches.order.device
         on_gpu = self.device.type == "cuda"
-        groups: list[dict[str, Any]] = (
+        groups: Groups = (
             pruner.param_groups(lr=lr, weight_decay=recipe.weight_decay)
             if pruner
             else self.method.param_groups(model, lr, recipe.weight_decay)
