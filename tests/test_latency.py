@@ -136,6 +136,9 @@ def test_a_measured_share_corrects_the_model() -> None:
     half = torch.floor(graph.cost.full / 2)
     found.correct(half, 0.8)
     assert float(found(half)) / found.whole == pytest.approx(0.8)
+    graph.cost.parts["latency"] = found
+    assert graph.cost.original()["latency"] == found.whole == 1e6  # measured, not modelled
+    assert graph.cost.share(half)["latency"] == pytest.approx(0.8)
     other = Latency(Terms(graph), graph.cost.full, 2.0)
     other.load(found.state())
     assert float(other(half)) == float(found(half))
@@ -169,6 +172,8 @@ def test_the_budget_is_met(limit: float, rest: float, monkeypatch: pytest.Monkey
     trained(pruner, 60)
     share = clock.total(pruner.export()) / whole
     assert 0.94 * limit <= share <= 1.02 * limit
+    claimed = pruner.cost()["latency"] / pruner.graph.cost.original()["latency"]
+    assert claimed == pytest.approx(share, rel=0.02)
     assert pruner.report().results["latency_ms"]["after"] == pytest.approx(share * whole)
     shown = str(pruner.report())
     assert "latency" in shown and "met" in shown

@@ -89,7 +89,8 @@ class Cost:
         self.outputs: list[Output] = []
 
     def original(self) -> dict[str, int]:
-        return self.at(self.full)
+        measured = {k: round(p.whole) for k, p in self.parts.items() if hasattr(p, "whole")}
+        return self.at(self.full) | measured
 
     def at(self, n: Tensor) -> dict[str, int]:
         """MACs, params and memory (bytes) at live widths `n`."""
