@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib.util
 import itertools
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,9 @@ from polarprune.experiments.run import Run, rebuilt
 from polarprune.experiments.training import Trainer, accuracy
 from polarprune.gates import GatedWeight
 from polarprune.proof import count_macs
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+from results import MARKS, write
 
 EXAMPLE = torch.randn(2, 3, 32, 32)
 INSTALLED = importlib.util.find_spec("torch_pruning") is not None
@@ -371,3 +376,98 @@ def test_torch_prunings_regularizer_works_on_the_gradients(data: Data) -> None:
     small = method.cut(model)
     assert count_macs(small, EXAMPLE) <= 0.5 * count_macs(before, EXAMPLE)
     assert count_macs(model, EXAMPLE) == count_macs(before, EXAMPLE)
+
+
+# --- the page of results --------------------------------------------------------------------------
+
+
+def stored(
+    root: Path, name: str, scores: tuple[float, ...], *, seed: int = 0, method: str = "gdp",
+    network: str = "resnet56", macs: float = 0.4665, images: int = 10000, **changes: Any,
+) -> None:  # fmt: skip
+    """A card and a log as `Run` writes them."""
+    stages = ("baseline", "before removal", "after removal", "after fine-tuning")
+    table = [
+        {"stage": stage, "accuracy": score, "macs": 1, "params": 1}
+        for stage, score in zip(stages, scores, strict=False)
+    ]
+    numbers = dataclasses.asdict(recipe(network, seed=seed, **changes))
+    card = {
+        "network": network, "method": method, "budget": {"macs": macs}, "table": table,
+        "accuracy": scores[-1], "macs_share": macs - 1e-4, "scored_on": images, "recipe": numbers,
+        "machine": "a machine", "versions": {"torch": "2.13.0"},
+    }  # fmt: skip
+    folder = root / "results" / name
+    folder.mkdir(parents=True)
+    (folder / "card.json").write_text(json.dumps(card))
+    rows = [{"stage": "prune", "epoch": k, "seconds": s} for k, s in ((1, 900.0), (2, 1800.0))]
+    rows += [{"stage": "tune", "epoch": 1, "seconds": 1800.0}]
+    (folder / "log.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+
+
+def made(root: Path) -> tuple[str, str]:
+    """The page and the README."""
+    (root / "docs").mkdir()
+    (root / "README.md").write_text(f"above\n{MARKS[0]}\nold\n{MARKS[1]}\nbelow\n")
+    write(root)
+    return (root / "docs" / "results.md").read_text(), (root / "README.md").read_text()
+
+
+def test_results_that_are_missing_are_said_to_be(tmp_path: Path) -> None:
+    page, readme = made(tmp_path)
+    assert page.count("| not run yet | – | not run yet | 0 |") == 4
+    assert all(f"| {name} | – | not run yet |" in page for name in ("gdp", *METHODS))
+    assert readme == f"above\n{MARKS[0]}\nold\n{MARKS[1]}\nbelow\n"
+
+
+def test_results_are_means_over_seeds_beside_the_papers(tmp_path: Path) -> None:
+    stored(tmp_path, "a", (0.9390, 0.94, 0.94))
+    stored(tmp_path, "b", (0.9410, 0.942, 0.942), seed=1)
+    stored(tmp_path, "held-out", (0.5, 0.5, 0.5), images=5000)
+    stored(tmp_path, "vgg", (0.93, 0.935, 0.935), network="vgg16", macs=0.3055)
+    page, readme = made(tmp_path)
+    row = (
+        "| ResNet-56 | 93.90 | 46.65 | 93.97 | 94.00 ± 0.14 | 46.64 ± 0.00 | **94.10 ± 0.14** | 2 |"
+    )
+    assert row in page and row in readme
+    assert "| VGG-16 | 93.89 | 30.55 | 93.99 | 93.00 | 30.54 | **93.50** | 1 |" in page
+    assert "| ResNet-56 | 93.90 | 34.36 | 93.55 | not run yet |" in page
+    assert readme.startswith("above\n") and readme.endswith("below\n") and "old" not in readme
+    assert "epochs 200 (350)" in page and "distill 0.9 (0)" in page
+    assert "3 on a machine (torch 2.13.0): 3.0 hours" in page
+
+
+def test_runs_by_other_recipes_are_not_mixed(tmp_path: Path) -> None:
+    stored(tmp_path, "a", (0.93, 0.94, 0.94))
+    stored(tmp_path, "b", (0.93, 0.95, 0.95), epochs=100)
+    stored(tmp_path, "c", (0.93, 0.94, 0.94, 0.945), seed=1, tune_epochs=40)
+    page, _ = made(tmp_path)
+    assert "| ResNet-56 (resnet56) |" in page and "**94.00 ± 0.00** | 2 |" in page
+    assert "| ResNet-56 (changed: epochs 100 (200)) |" in page and "**95.00** | 1 |" in page
+
+
+def test_where_a_control_wins_is_said(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        tuned = {"tune_epochs": 40, "seed": seed}
+        stored(tmp_path, f"gdp{seed}", (0.93, 0.94, 0.94, 0.941), **tuned)
+        stored(tmp_path, f"l0{seed}", (0.93, 0.92, 0.91, 0.945), method="l0", **tuned)
+        stored(tmp_path, f"rnd{seed}", (0.93, 0.94, 0.1, 0.92), method="random", **tuned)
+    weak = {"method": "slimming", "tune_epochs": 40, "controls.slimming": 1e-5}
+    stored(tmp_path, "slim", (0.93, 0.95, 0.945, 0.95), **weak)
+    stored(tmp_path, "other", (0.93, 0.9, 0.9, 0.9), method="lasso", tune_epochs=20)
+    stored(tmp_path, "base", (0.95, 0.9, 0.9, 0.9), method="magnitude", tune_epochs=40)
+    page, _ = made(tmp_path)
+    rows = {line.split("|")[1].strip(): line for line in page.split("## Other")[1].splitlines()
+            if line.startswith("|")}  # fmt: skip
+    assert "94.00 ± 0.00 | 94.10 ± 0.00" in rows["**gdp (ours)**"]
+    assert rows["l0"].endswith("| 200 + 40 | 2 | after fine-tuning |")
+    assert rows["random"].endswith("| no |")
+    assert rows["slimming (slimming = 1e-05)"].endswith("| after removal and after fine-tuning |")
+    assert rows["lasso"].endswith("| ours: not run yet |")
+    assert rows["magnitude"].endswith("| no (from another baseline) |")
+    assert rows["torch-pruning"].count("not run yet") == 2
+
+
+def test_the_readme_has_the_marks() -> None:
+    text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    assert all(text.count(mark) == 1 for mark in MARKS)
