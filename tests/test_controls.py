@@ -1,4 +1,4 @@
-"""Plans by magnitude and at random meet the same budget as the learned one."""
+"""Plans by scores meet the same budget as the learned one."""
 
 import pytest
 import torch
@@ -6,7 +6,13 @@ from nets import NETS
 from torch.utils.flop_counter import FlopCounterMode
 
 import polarprune as pp
-from polarprune.controls import magnitude_scores, plan_by_score, random_scores
+from polarprune.budget import Budget
+from polarprune.controls import (
+    magnitude_scores,
+    plan_by_score,
+    plan_by_threshold,
+    random_scores,
+)
 
 
 def counted(model, example):
@@ -67,3 +73,64 @@ def test_a_budget_out_of_reach_is_refused():
     graph = pp.trace(model, example)
     with pytest.raises(pp.PruneError, match=r"budget out of reach: macs=0\.0001"):
         plan_by_score(graph, random_scores(graph, 0), macs=0.0001)
+
+
+# --- one threshold for all groups -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["resnet20", "mobilenetv2_small"])
+@pytest.mark.parametrize("limits", [{"macs": 0.47}, {"params": 0.3}, {"macs": 0.6, "params": 0.6}])
+def test_a_threshold_lands_just_under_its_budget(name, limits):
+    model, example = NETS[name]()
+    graph = pp.trace(model, example)
+    plan = plan_by_threshold(graph, random_scores(graph, 1), **limits)
+    small = pp.shrink(model, graph, plan)
+    shares = {
+        "macs": counted(small, example) / counted(model, example),
+        "params": sum(p.numel() for p in small.parameters())
+        / sum(p.numel() for p in model.parameters()),
+    }
+    gaps = [limit - shares[key] for key, limit in limits.items()]
+    assert all(gap >= 0 for gap in gaps)
+    assert min(gaps) < 0.005
+
+
+def test_a_threshold_takes_the_lowest_of_all_groups_and_nothing_more_fits():
+    model, example = NETS["resnet20"]()
+    graph = pp.trace(model, example)
+    scores = random_scores(graph, 3)
+    kept = graph.alive(plan_by_threshold(graph, scores, macs=0.5))
+    must = torch.zeros_like(kept)
+    for group in graph.open.values():
+        own = scores[group.offset : group.offset + group.size].argsort(descending=True)
+        must[group.offset + own[: group.minimum]] = True
+    free = scores[~must]
+    threshold = float(scores[~kept].max())
+    assert bool(kept[scores > threshold].all())
+    back = kept & ~must & (scores < threshold)  # put back, as what came before was too large
+    assert int(back.sum()) < 0.2 * len(free)
+    budget = Budget(graph, {"macs": 0.5})
+    for unit in (~kept).nonzero().flatten():
+        more = kept.clone()
+        more[unit] = True
+        assert float(budget.excess(budget.widths(more))) > 0
+
+
+def test_what_scores_nothing_goes_unless_it_must_stay():
+    model, example = NETS["resnet20"]()
+    graph = pp.trace(model, example)
+    scores = torch.ones(graph.units)
+    scores[::3] = 0
+    kept = graph.alive(plan_by_threshold(graph, scores, macs=1.0))
+    assert torch.equal(kept, scores > 0)
+    plan = plan_by_threshold(graph, torch.zeros(graph.units), macs=1.0)
+    assert {name: len(left) for name, left in plan.items()} == {
+        name: group.minimum for name, group in graph.open.items()
+    }
+
+
+def test_a_threshold_out_of_reach_is_refused():
+    model, example = NETS["resnet20"]()
+    graph = pp.trace(model, example)
+    with pytest.raises(pp.PruneError, match=r"budget out of reach: macs=0\.0001"):
+        plan_by_threshold(graph, random_scores(graph, 0), macs=0.0001)

@@ -235,6 +235,8 @@ def test_a_run_ends_on_its_budget_with_the_same_predictions(data: Data, tmp_path
         "baseline.safetensors", "small.safetensors", "card.json", "report.json", "report.html",
         "log.jsonl",
     }  # fmt: skip
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["before"]["macs"] == card["table"][0]["macs"]
     small, found = rebuilt(tmp_path / "small.safetensors")
     assert accuracy(small, data.test) == card["accuracy"]
     assert count_macs(small, torch.randn(1, 3, 32, 32)) == card["macs"]
@@ -249,24 +251,24 @@ class Stop(Exception):
     pass
 
 
-@pytest.mark.parametrize("after", [1, 3])
+@pytest.mark.parametrize(("stage", "after"), [("prune", 1), ("prune", 3), ("tune", 0), ("tune", 1)])
 def test_a_run_goes_on_where_it_was_cut_off(
-    after: int, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stage: str, after: int, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("polarprune.experiments.run._EVERY", 1)
     monkeypatch.setattr("polarprune.pruner.time.perf_counter", lambda: 0.0)
-    cards = []
+    wanted, cards = recipe("tiny", tune_epochs=2), []
     for name in ("whole", "parts"):
         folder = tmp_path / name
         seen = 0
 
         def stop(row: dict[str, Any]) -> None:
             nonlocal seen
-            seen += row["stage"] == "prune"
+            seen += row["stage"] == stage
             if seen > after:
                 raise Stop
 
-        start = Run(TINY, data, folder)
+        start = Run(wanted, data, folder)
         model = start.baseline()
         torch.manual_seed(5)
         if name == "parts":
@@ -274,10 +276,12 @@ def test_a_run_goes_on_where_it_was_cut_off(
             with pytest.raises(Stop):
                 start.prune(model, macs=0.5)
             torch.manual_seed(99)  # another process, another state
-            start = Run(TINY, data, folder)
+            start = Run(wanted, data, folder)
             model = start.baseline()
         cards.append(start.prune(model, macs=0.5))
     assert cards[0]["table"] == cards[1]["table"] and cards[0]["sha256"] == cards[1]["sha256"]
+    rows = (tmp_path / "parts" / "log.jsonl").read_text().count('"stage": "prune"')
+    assert rows == 4 + (stage == "prune")  # one epoch is done again, none after it was finished
 
 
 def test_a_teacher_is_listened_to(data: Data) -> None:

@@ -21,8 +21,9 @@ ORDER = [
     "capture", "groups", "forming", "spine", "cost", "rewire", "blocks", "norms", "attention",
     "leftovers", "surgery", "proof", "trial", "look", "trace", "gates", "bank", "place", "compact",
     "prox", "schedule", "stepper", "budget", "bench", "latency", "controls", "html", "report",
-    "pictures", "settings", "pruner", "checkpoint", "demo", "cli",
+    "pictures", "settings", "pruner", "checkpoint", "demo", "experiments", "cli",
 ]
+EXPERIMENTS = ["networks", "data", "recipes", "training", "run", "concrete", "methods"]
 # fmt: on
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("__"))
 DOOR = {"Gate", "PruneError", "Pruner", "Schedule", "load", "save", "shrink", "trace"}
@@ -77,13 +78,22 @@ def late():
 
 def test_every_module_has_its_place_in_the_order() -> None:
     assert set(MODULES) <= set(ORDER)
-    assert not [path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()]
+    packages = [path for path in PACKAGE.iterdir() if (path / "__init__.py").exists()]
+    assert [path.name for path in packages] == ["experiments"]
+    assert {path.stem for path in packages[0].glob("[!_]*.py")} == set(EXPERIMENTS)
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_a_module_imports_only_modules_before_it(module: str) -> None:
     before = ORDER[: ORDER.index(module)]
     late = imported((PACKAGE / f"{module}.py").read_text()) - set(before)
+    assert not late, f"{module} imports {sorted(late)}"
+
+
+@pytest.mark.parametrize("module", EXPERIMENTS)
+def test_experiments_import_the_library_and_what_comes_before_them(module: str) -> None:
+    before = ORDER[: ORDER.index("experiments")] + EXPERIMENTS[: EXPERIMENTS.index(module)]
+    late = imported((PACKAGE / "experiments" / f"{module}.py").read_text()) - set(before)
     assert not late, f"{module} imports {sorted(late)}"
 
 

@@ -94,12 +94,17 @@ class _End:
 def put_bank(model: nn.Module, sites: list[ParametrizationList]) -> None:
     """Let a network compute these weights together; one that it had is replaced."""
     drop_hooks(model)
-    sites = [site for site in sites if len(site) == 1]
+    sites = [site for site in sites if len(site) == 1 and _polarize(site)]
     size = sum(site.original.numel() for site in sites)
     if len(sites) > 1 and size <= LIMIT:
         bank = Bank(sites)
         model.register_forward_pre_hook(bank)
         model.register_forward_hook(_End(bank), always_call=True)
+
+
+def _polarize(site: ParametrizationList) -> bool:
+    """Other gates have other values and slopes: each weight asks for them itself."""
+    return all(type(gate) is Gate for gate in site[0].gates)  # type: ignore[union-attr]
 
 
 def _together(weights: list[Tensor]) -> bool:

@@ -20,6 +20,7 @@ from .bench import Timing, environment, side_by_side
 from .checkpoint import load, save
 from .demo import Demo, Settings
 from .errors import PruneError
+from .experiments import methods
 from .experiments.data import open_data
 from .experiments.recipes import recipe
 from .experiments.run import Run, rebuilt
@@ -126,6 +127,9 @@ def train(
     data: Annotated[str, typer.Option(help="cifar10:DIR")],
     macs: Annotated[float | None, typer.Option(help="budget, as a fraction of the MACs")] = None,
     params: Annotated[float | None, typer.Option(help="the same for parameters")] = None,
+    method: Annotated[
+        str, typer.Option(help="gdp is ours; to compare: " + ", ".join(methods.METHODS))
+    ] = "gdp",
     out: Annotated[Path, typer.Option(help="folder for models, log and report")] = Path(
         "runs/train"
     ),
@@ -158,7 +162,8 @@ def train(
             if macs is None and params is None:
                 console.print(f"baseline: {accuracy(model, run.data.test):.2%}", markup=False)
                 return
-            card = run.prune(model, **{k: v for k, v in limits.items() if v is not None})
+            given = {key: limit for key, limit in limits.items() if limit is not None}
+            card = methods.prune(run, model, method, **given)
     except PruneError as error:
         _fail(error)
     for row in card["table"]:

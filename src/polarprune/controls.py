@@ -1,6 +1,7 @@
 """Plans by other methods, at an exact budget: what a learned plan has to beat.
 
-The same share of every group is kept, the channels with the largest scores; then single channels
+Either the same share of every group is kept (`plan_by_score`), or what is above one threshold for
+all groups (`plan_by_threshold`); always the channels with the largest scores. Then single channels
 are put back as long as the budget allows. `shrink` takes these plans as it takes any other.
 """
 
@@ -8,10 +9,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from .budget import Budget
+from .compact import plan_of
 from .groups import WHOLE, Graph, Plan
 from .tape import named_tensors
+
+_TINY = 1e-12  # the slope of a norm at zero is none
 
 
 def magnitude_scores(model: nn.Module, graph: Graph) -> Tensor:
@@ -32,6 +37,48 @@ def random_scores(graph: Graph, seed: int) -> Tensor:
     return torch.rand(graph.units, dtype=torch.float64, generator=generator)
 
 
+def scale_scores(model: nn.Module, graph: Graph) -> Tensor:
+    """|γ| of the batch norm behind a channel; the mean, where several are coupled.
+
+    A sum would grow with the number of layers on a residual stream, and be no measure to compare
+    with a channel that has one norm. Channels without a batch norm are out of reach: infinite.
+    """
+    total, count = torch.zeros(2, graph.units, dtype=torch.float64)
+    for path, module in model.named_modules():
+        units = graph.axes.get(f"{path}.weight" if path else "weight", {}).get(0)
+        if isinstance(module, _BatchNorm) and module.affine and units is not None:
+            mine = units != WHOLE
+            scales = module.weight.detach().double().cpu().abs()
+            total.index_add_(0, units[mine], scales[mine])
+            count.index_add_(0, units[mine], torch.ones_like(scales[mine]))
+    return torch.where(count > 0, total / count, torch.inf)
+
+
+class UnitNorms:
+    """ℓ2 norm of all parameters that go with each unit: those that make it, follow it and read it.
+
+    Can be differentiated, and captured in a CUDA graph. `sizes`: how many numbers each norm is of.
+    """
+
+    def __init__(self, model: nn.Module, graph: Graph) -> None:
+        self.parts: list[tuple[Tensor, int, Tensor]] = []
+        self.sizes = torch.zeros(graph.units + 1, device=next(model.parameters()).device)
+        for name, tensor in model.named_parameters():
+            for axis, units in graph.axes.get(name, {}).items():
+                slots = torch.where(units == WHOLE, graph.units, units).to(tensor.device)
+                self.parts.append((tensor, axis, slots))
+                each = torch.full_like(slots, tensor.numel() // len(slots), dtype=torch.float32)
+                self.sizes.index_add_(0, slots, each)
+        self.sizes = self.sizes[:-1]
+
+    def __call__(self) -> Tensor:
+        squares = self.sizes.new_zeros(len(self.sizes) + 1)  # the last: of what stays whole
+        for tensor, axis, slots in self.parts:
+            mine = tensor.float().square().movedim(axis, 0).reshape(len(slots), -1).sum(1)
+            squares = squares.index_add(0, slots, mine)
+        return (squares[:-1] + _TINY).sqrt()
+
+
 def plan_by_score(graph: Graph, scores: Tensor, *, multiple_of: int = 1, **limits: float) -> Plan:
     """Keep the highest scores of every group, to `macs=` and/or `params=` of the original."""
     budget = Budget(graph, limits, multiple_of)
@@ -49,6 +96,43 @@ def plan_by_score(graph: Graph, scores: Tensor, *, multiple_of: int = 1, **limit
         own = scores[group.offset : group.offset + group.size]
         plan[name] = sorted(own.argsort(descending=True, stable=True)[:width].tolist())
     return plan
+
+
+def plan_by_threshold(graph: Graph, scores: Tensor, **limits: float) -> Plan:
+    """Keep the highest scores of all groups together, to `macs=` and/or `params=` of the original.
+
+    What is below the lowest threshold that meets the budget goes; then single channels are put
+    back, the highest first, while they fit. Every group keeps what it must; beyond that, a channel
+    with a score of 0 goes in any case.
+    """
+    budget = Budget(graph, limits)
+    budget.check_reachable()
+    scores = scores.double().cpu()
+    order = scores.argsort(descending=True, stable=True)
+    must = _best_of_each(budget, order)
+    rest = order[~must[order] & (scores[order] > 0)]
+
+    def fits(units: Tensor) -> bool:
+        kept = must.index_fill(0, units, True)
+        return float(budget.excess(budget.widths(kept))) <= 0
+
+    low, high = 0, len(rest)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(rest[:middle]) else (low, middle - 1)
+    chosen = rest[:low]
+    for unit in rest[low:].split(1):
+        more = torch.cat([chosen, unit])
+        chosen = more if fits(more) else chosen
+    return plan_of(graph, must.index_fill(0, chosen, True))
+
+
+def _best_of_each(budget: Budget, order: Tensor) -> Tensor:
+    """The units that are kept in any case: of each group as many as must stay."""
+    kept = torch.zeros(len(order), dtype=torch.bool)
+    for group, least in enumerate(budget.lowest_widths().long().tolist()):
+        kept[order[budget.owner[order] == group][:least]] = True
+    return kept
 
 
 def _widths(budget: Budget, share: float) -> Tensor:

@@ -1,4 +1,5 @@
 """The networks, data and recipes of the paper's experiments: `polarprune train` and `eval`.
 
-networks → data → recipes → training → run. The library itself does not need any of this.
+networks → data → recipes → training → run → concrete → methods. The library itself does not need
+any of this.
 """

@@ -14,6 +14,23 @@ from ..schedule import Schedule
 
 
 @dataclass(frozen=True)
+class Controls:
+    """The numbers of the methods that ours is compared with (see `methods`)."""
+
+    slimming: float = 1e-4  # weight of Σ |γ|
+    lasso: float = 2e-5  # weight of Σ √size · ‖w‖
+    l0_beta: float = 2 / 3  # temperature of the hard-concrete distribution
+    l0_gamma: float = -0.1  # it is stretched to gamma … zeta, and cut off at 0 and 1
+    l0_zeta: float = 1.1
+    l0_drop: float = 0.1  # chance at the start, before stretching, that a channel is dropped
+    l0_lr: float = 1.0  # of the weights' rate
+    l0_push: float = 100.0  # λ by which a unit of distance from the path is answered at once
+    l0_rise: float = 200.0  # λ to which it adds up over the whole run
+    torch_pruning: float = 5e-4  # reg of GroupNormPruner, as in its authors' runs of ResNet-56
+    torch_pruning_decay: float = 0.0  # weight decay beside it, as there
+
+
+@dataclass(frozen=True)
 class Recipe:
     """A baseline is trained, pruned while it is trained again, exported, perhaps tuned."""
 
@@ -37,6 +54,7 @@ class Recipe:
     tune_epochs: int = 0  # after removal
     tune_lr: float = 0.02
     seed: int = 0
+    controls: Controls = Controls()
 
     def rate(self, progress: float, epochs: int) -> float:
         """The learning rate at a time between 0 and 1, as a share of the highest."""

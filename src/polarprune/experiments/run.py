@@ -18,7 +18,7 @@ from ..bench import environment
 from ..checkpoint import load, read_card, save
 from ..errors import PruneError
 from ..pruner import Pruner
-from ..report import Report
+from ..surgery import RECIPE
 from .data import Batches, Data, normalised
 from .networks import NETWORKS
 from .recipes import Recipe
@@ -65,8 +65,9 @@ class Run:
         trainer = Trainer(
             model, self.batches, recipe, epochs=recipe.baseline_epochs, lr=recipe.baseline_lr
         )
-        self._train("baseline", trainer)
-        save_file({k: v.contiguous() for k, v in model.state_dict().items()}, str(file))
+        self.train("baseline", trainer)
+        write_state(model, file)
+        self._drop_checkpoints()
         return model
 
     def prune(self, model: nn.Module, **limits: float) -> dict[str, Any]:
@@ -74,45 +75,41 @@ class Run:
         recipe = self.recipe
         before = accuracy(model, self.data.test)
         teacher = model if recipe.distill else None
-        model = _copied(self.fresh(), model)
+        model = copied(self.fresh(), model)
         pruner = Pruner(
-            model, self._example(), steps=recipe.epochs * self.batches.per_epoch,
+            model, self.example(), steps=recipe.epochs * self.batches.per_epoch,
             schedule=recipe.schedule, compact=recipe.compact, **limits,  # type: ignore[arg-type]
         )  # fmt: skip
         trainer = Trainer(
             model, self.batches, recipe, epochs=recipe.epochs, lr=recipe.lr, pruner=pruner,
             teacher=teacher,
         )  # fmt: skip
-        self._train("prune", trainer)
+        self.train("prune", trainer)
         if recipe.recalibrate:
             recalibrate(model, self.batches, recipe.recalibrate)
         small = pruner.export()
-        gated, cut = (predictions(one, self.data.test) for one in (model, small))
-        right = self.data.test.y
-        whole, left = (_per_image(cost) for cost in (pruner.graph.cost.original(), pruner.cost()))
-        table = [
-            _row("baseline", before, whole),
-            _row("before removal", float((gated == right).double().mean()), whole),
-            _row("after removal", float((cut == right).double().mean()), left),
-        ]
-        if recipe.tune_epochs:
-            table.append(_row("after fine-tuning", self._tuned(small), left))
-        results = {
-            "table": table,
-            "identical_predictions": bool((gated == cut).all()),
-            "test_images": len(right),
-            **environment(),
-        }
-        return self._written(dataclasses.replace(pruner.report(), results=results), small, limits)
+        report = pruner.report()
+        whole, left = per_image(report.before), per_image(report.after)
+        card = self.card("gdp", limits, before, {"full": model, "small": small}, whole, left)
+        results = {key: card[key] for key in ("table", "identical_predictions")}
+        results |= {"test_images": card["scored_on"], **environment()}
+        report = dataclasses.replace(report, before=whole, after=left, results=results)
+        self.write(card, small)
+        (self.out / "report.json").write_text(report.to_json(), encoding="utf-8")
+        (self.out / "report.html").write_text(report.to_html(), encoding="utf-8")
+        return card
 
     def _tuned(self, small: nn.Module) -> float:
         recipe = dataclasses.replace(self.recipe, warm_up=0.0)
         trainer = Trainer(small, self.batches, recipe, epochs=recipe.tune_epochs, lr=recipe.tune_lr)
-        self._train("tune", trainer)
+        self.train("tune", trainer)
         return accuracy(small, self.data.test)
 
-    def _train(self, stage: str, trainer: Trainer) -> None:
-        """To the end, from the last checkpoint of this stage, if there is one."""
+    def train(self, stage: str, trainer: Trainer) -> None:
+        """To the end, from the last checkpoint of this stage, if there is one.
+
+        The last one stays until the card is written: the next stage may be cut off, too.
+        """
         kept = self.out / f"{stage}.checkpoint"
         log = self.out / "log.jsonl"
         if kept.exists():
@@ -126,57 +123,90 @@ class Run:
                 last = trainer.pruner.history[-1]
                 row |= {key: last[key] for key in ("macs", "params", "closed", "between", "eps")}
                 row["lam"] = last["lam"]
+            row |= trainer.method.facts()
             if epoch % 10 == 0 or epoch == trainer.epochs:
                 row["accuracy"] = accuracy(trainer.model, self.data.test)
             row["seconds"] = round(time.perf_counter() - start, 2)
             with log.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
             self.progress(row)
-            if epoch % _EVERY == 0 and epoch < trainer.epochs:
+            if epoch % _EVERY == 0 or epoch == trainer.epochs:
                 new = kept.with_suffix(".new")
                 torch.save(trainer.state(), new)
                 new.replace(kept)
-        kept.unlink(missing_ok=True)
 
-    def _example(self) -> torch.Tensor:
+    def _drop_checkpoints(self) -> None:
+        for file in self.out.glob("*.checkpoint"):
+            file.unlink()
+
+    def example(self) -> torch.Tensor:
+        """What is traced."""
         return normalised(self.data.test.x[:_EXAMPLES])
 
-    def _written(
-        self, report: Report, small: nn.Module, limits: dict[str, float]
+    def card(
+        self,
+        method: str,
+        limits: dict[str, float],
+        before: float,
+        models: dict[str, nn.Module],
+        whole: dict[str, int],
+        left: dict[str, int],
     ) -> dict[str, Any]:
-        card = {
+        """Score the trained model ("full") and what is left of it ("small"), fine-tune that, and
+        say how it came about. `before` is the baseline's score, `whole` and `left` are costs."""
+        full, small = (predictions(models[name], self.data.test) for name in ("full", "small"))
+        right = self.data.test.y
+        table = [
+            _row("baseline", before, whole),
+            _row("before removal", float((full == right).double().mean()), whole),
+            _row("after removal", float((small == right).double().mean()), left),
+        ]
+        if self.recipe.tune_epochs:
+            table.append(_row("after fine-tuning", self._tuned(models["small"]), left))
+        return {
             "network": self.recipe.network,
+            "method": method,
             "budget": limits,
-            "table": report.results["table"],
-            "accuracy": report.results["table"][-1]["accuracy"],
-            "macs": report.after["macs"] // _EXAMPLES,
-            "macs_share": report.after["macs"] / report.before["macs"],
-            "params": report.after["params"],
-            "params_share": report.after["params"] / report.before["params"],
+            "table": table,
+            "accuracy": table[-1]["accuracy"],
+            "macs": left["macs"],
+            "macs_share": left["macs"] / whole["macs"],
+            "params": left["params"],
+            "params_share": left["params"] / whole["params"],
             "scored_on": len(self.data.test),
             "trained_on": len(self.data.train),
-            "identical_predictions": report.results["identical_predictions"],
+            "identical_predictions": bool((full == small).all()),
             "recipe": dataclasses.asdict(self.recipe),
             **environment(),
         }
-        file = self.out / "small.safetensors"
-        save(small.cpu(), file, card=card)
+
+    def write(self, card: dict[str, Any], small: nn.Module) -> None:
+        """The end of a run: model and card."""
+        if hasattr(small, RECIPE):
+            file = self.out / "small.safetensors"
+            save(small.cpu(), file, card=card)
+        else:
+            file = self.out / "state.safetensors"
+            write_state(small, file)
+            card["file"] = "a state dict: not cut by polarprune, which cannot rebuild it"
         card["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
         (self.out / "card.json").write_text(json.dumps(card, indent=1) + "\n", encoding="utf-8")
-        (self.out / "report.json").write_text(report.to_json(), encoding="utf-8")
-        (self.out / "report.html").write_text(report.to_html(), encoding="utf-8")
-        return card
+        self._drop_checkpoints()
 
 
 def _row(stage: str, accuracy: float, cost: dict[str, int]) -> dict[str, Any]:
     return {"stage": stage, "accuracy": accuracy, "macs": cost["macs"], "params": cost["params"]}
 
 
-def _per_image(cost: dict[str, int]) -> dict[str, int]:
+def per_image(cost: dict[str, int]) -> dict[str, int]:
     return {**cost, "macs": cost["macs"] // _EXAMPLES}
 
 
-def _copied(model: nn.Module, other: nn.Module) -> nn.Module:
+def write_state(model: nn.Module, file: Path) -> None:
+    save_file({k: v.cpu().contiguous() for k, v in model.state_dict().items()}, str(file))
+
+
+def copied(model: nn.Module, other: nn.Module) -> nn.Module:
     model.load_state_dict(other.state_dict())
     return model
 

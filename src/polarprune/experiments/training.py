@@ -18,6 +18,7 @@ from ..pruner import Pruner
 from .data import Batches, Images, normalised
 from .recipes import Recipe
 
+Groups = list[dict[str, Any]]  # of parameters, as an optimizer takes them
 _WARM = 3  # steps before one is captured
 
 
@@ -54,6 +55,38 @@ class Captured:
         return True
 
 
+class Method:
+    """What a method adds to the steps of a training; this one adds nothing.
+
+    All of it but `facts` may be captured in a CUDA graph: state is held in tensors that are written
+    in place, and nothing is read back. A method that cannot do that sets `captured = False`.
+    """
+
+    captured = True
+
+    def param_groups(self, model: nn.Module, lr: float, weight_decay: float) -> Groups:
+        """For the optimizer."""
+        return [{"params": list(model.parameters()), "lr": lr, "weight_decay": weight_decay}]
+
+    def begin(self) -> None:
+        """Before the forward pass."""
+
+    def penalty(self) -> Tensor | None:
+        """Added to the loss."""
+        return None
+
+    def pull(self) -> None:
+        """After the backward pass, at the gradients."""
+
+    def facts(self) -> dict[str, float]:
+        """For the log, once an epoch."""
+        return {}
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint needs beside the model's own state: tensors to be written in place."""
+        return {}
+
+
 class Trainer:
     """Trains a model by a recipe, with or without a pruner, with or without a teacher."""
 
@@ -67,21 +100,20 @@ class Trainer:
         lr: float,
         pruner: Pruner | None = None,
         teacher: nn.Module | None = None,
-        penalty: Callable[[], Tensor] | None = None,
+        method: Method | None = None,
     ) -> None:
         self.model, self.batches, self.recipe = model, batches, recipe
-        self.epochs, self.pruner, self.penalty = epochs, pruner, penalty
+        self.epochs, self.pruner, self.method = epochs, pruner, method or Method()
         self.teacher = copy.deepcopy(teacher).eval().requires_grad_(False) if teacher else None
         self.steps = epochs * batches.per_epoch
         self.done = 0  # steps
         self.device = batches.order.device
         on_gpu = self.device.type == "cuda"
-        groups: list[dict[str, Any]] = (
+        groups: Groups = (
             pruner.param_groups(lr=lr, weight_decay=recipe.weight_decay)
             if pruner
-            else [{"params": list(model.parameters()), "lr": lr,
-                   "weight_decay": recipe.weight_decay}]
-        )  # fmt: skip
+            else self.method.param_groups(model, lr, recipe.weight_decay)
+        )
         self.rates = [group["lr"] for group in groups]
         if on_gpu:  # a captured step reads the rate from the device
             for group in groups:
@@ -92,21 +124,22 @@ class Trainer:
         if pruner:
             pruner.attach(self.optimizer)
         self.sums = torch.zeros(2, device=self.device)  # of losses, and of right answers
-        self._run = Captured(self._step, on_gpu)
+        self._run = Captured(self._step, on_gpu and self.method.captured)
         self._compactions = 0
 
     def _step(self) -> None:
         self.model.train()
         x, y = self.batches.next()
+        self.method.begin()
         self.optimizer.zero_grad(set_to_none=True)
         on_gpu = self.device.type == "cuda"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=on_gpu):
             scores = self.model(x)
             opinion = self.teacher(x) if self.teacher else None
         loss = self._loss(scores.float(), y, opinion)
-        if self.penalty is not None:
-            loss = loss + self.penalty()
-        loss.backward()
+        penalty = self.method.penalty()
+        (loss if penalty is None else loss + penalty).backward()
+        self.method.pull()
         self.optimizer.step()
         right = (scores.argmax(1) == y).float().mean()
         self.sums += torch.stack([loss.detach(), right])
@@ -153,6 +186,7 @@ class Trainer:
             "pruner": self.pruner.state_dict() if self.pruner else None,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "method": self.method.state(),
             "done": self.done,
             "random": torch.get_rng_state(),
             "random_gpu": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
@@ -167,6 +201,8 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate  # a tensor that a graph may hold; the value is set at every step
+        for name, tensor in self.method.state().items():
+            tensor.copy_(state["method"][name])
         self.done = state["done"]
         torch.set_rng_state(state["random"].cpu())
         if state["random_gpu"] is not None and torch.cuda.is_available():

@@ -1,0 +1,306 @@
+"""Writes docs/results.md, and the paper's rows in README.md, from the runs stored in results/.
+
+A run is a folder with the card.json and log.jsonl that `polarprune train` left:
+
+    cp runs/resnet56/{card.json,log.jsonl} results/resnet56-47-seed0/
+    python benchmarks/results.py
+"""
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from polarprune.experiments.methods import METHODS
+from polarprune.experiments.recipes import RECIPES, Controls
+
+ROOT = Path(__file__).parent.parent
+MARKS = ("<!-- results table -->", "<!-- end of results table -->")
+NOT_YET = "not run yet"
+NAMES = {"resnet56": "ResNet-56", "vgg16": "VGG-16", "mobilenetv2": "MobileNetV2"}
+
+
+class Claim(NamedTuple):
+    """A row of the paper's table for CIFAR-10, in percent."""
+
+    network: str
+    baseline: float
+    macs: float
+    accuracy: float
+
+
+CLAIMS = [
+    Claim("resnet56", 93.90, 46.65, 93.97),
+    Claim("resnet56", 93.90, 34.36, 93.55),
+    Claim("vgg16", 93.89, 30.55, 93.99),
+    Claim("mobilenetv2", 94.89, 53.78, 95.15),
+]
+COMPARED = CLAIMS[0]  # at which the controls run
+TEST_SET = 10000  # images
+
+
+class Stored(NamedTuple):
+    """A run: its card, and the rows of its log."""
+
+    card: dict[str, Any]
+    log: list[dict[str, Any]]
+
+    @property
+    def method(self) -> str:
+        return str(self.card.get("method", "gdp"))
+
+    def answers(self, claim: Claim) -> bool:
+        budget = {key: round(100 * share, 4) for key, share in self.card["budget"].items()}
+        return self.card["network"] == claim.network and budget == {"macs": claim.macs}
+
+    def score(self, stage: str) -> float | None:
+        """Percent."""
+        rows = [row for row in self.card["table"] if row["stage"] == stage]
+        return 100 * rows[0]["accuracy"] if rows else None
+
+    def numbers(self, *without: str) -> dict[str, Any]:
+        """The recipe, flat; runs that differ in the seed only are one experiment."""
+        return {
+            key: value
+            for key, value in flat(self.card["recipe"]).items()
+            if key != "seed" and not any(key.startswith(name) for name in without)
+        }
+
+    def seconds(self) -> float:
+        """Of training; a run that was resumed began to count anew."""
+        last = {"stage": "", "seconds": 0.0}
+        return sum(
+            row["seconds"]
+            for row, after in zip(self.log, [*self.log[1:], last], strict=False)
+            if after["stage"] != row["stage"] or after["seconds"] < row["seconds"]
+        )
+
+
+def flat(numbers: dict[str, Any], stem: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in numbers.items():
+        found |= flat(value, f"{stem}{key}.") if isinstance(value, dict) else {stem + key: value}
+    return found
+
+
+def read(folder: Path) -> list[Stored]:
+    """All runs that were scored on the test set."""
+    paths = sorted(folder.glob("*/card.json"))
+    runs = [Stored(json.loads(path.read_text()), _log(path)) for path in paths]
+    return [run for run in runs if run.card["scored_on"] == TEST_SET]
+
+
+def _log(card: Path) -> list[dict[str, Any]]:
+    file = card.with_name("log.jsonl")
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def together(runs: Iterable[Stored], key: Callable[[Stored], Any]) -> list[list[Stored]]:
+    """Runs of the same kind in one list each."""
+    found: dict[str, list[Stored]] = {}
+    for run in runs:
+        found.setdefault(json.dumps(key(run), sort_keys=True), []).append(run)
+    return list(found.values())
+
+
+def spread(values: list[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return "–"
+    more = f" ± {statistics.stdev(known):.2f}" if len(known) > 1 else ""
+    return f"{statistics.mean(known):.2f}{more}"
+
+
+# --- the paper's table ----------------------------------------------------------------------------
+
+
+def claims(runs: list[Stored]) -> list[str]:
+    lines = [
+        "| network | paper: baseline | FLOPs left | pruned | ours: baseline | MACs left | "
+        "after removal | runs |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for claim in CLAIMS:
+        mine = [run for run in runs if run.method == "gdp" and run.answers(claim)]
+        kinds = together(mine, lambda run: run.numbers("tune", "controls"))
+        for kind in kinds or [[]]:
+            lines.append(_claim(claim, kind, several=len(kinds) > 1))
+    return lines
+
+
+def _claim(claim: Claim, runs: list[Stored], several: bool) -> str:
+    name = NAMES[claim.network]
+    paper = f"{claim.baseline:.2f} | {claim.macs:.2f} | {claim.accuracy:.2f}"
+    if not runs:
+        return f"| {name} | {paper} | {NOT_YET} | – | {NOT_YET} | 0 |"
+    if several:
+        name += f" ({recipe_name(runs[0])})"
+    shares = [100 * run.card["macs_share"] for run in runs]
+    base, cut = (spread([run.score(at) for run in runs]) for at in ("baseline", "after removal"))
+    return f"| {name} | {paper} | {base} | {spread(list(shares))} | **{cut}** | {len(runs)} |"
+
+
+def recipe_name(run: Stored) -> str:
+    mine = run.numbers("tune", "controls")
+    for name, known in RECIPES.items():
+        if Stored({"recipe": dataclasses.asdict(known)}, []).numbers("tune", "controls") == mine:
+            return name
+    return "changed: " + "; ".join(differences(run, RECIPES[run.card["network"]]))
+
+
+# --- controls -------------------------------------------------------------------------------------
+
+
+def controls(runs: list[Stored]) -> list[str]:
+    lines = [
+        "| method | before removal | right after removal | after fine-tuning | MACs left | "
+        "epochs | runs | beats ours |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    mine = [run for run in runs if run.answers(COMPARED) and run.score("after fine-tuning")]
+    for method in ("gdp", *METHODS):
+        others = ("controls",) if method == "gdp" else ()  # their numbers are not ours
+        kinds = together(
+            [run for run in mine if run.method == method],
+            lambda run, others=others: run.numbers(*others),  # type: ignore[misc]
+        )
+        lines += [_control(method, kind, mine) for kind in kinds]
+        if not kinds:
+            lines.append(f"| {method} | – | {NOT_YET} | {NOT_YET} | – | – | 0 | – |")
+    return lines
+
+
+def _control(method: str, runs: list[Stored], every: list[Stored]) -> str:
+    default = dataclasses.asdict(Controls())
+    own = runs[0].card["recipe"].get("controls", {})
+    changed = [f"{key} = {value:g}" for key, value in own.items() if value != default.get(key)]
+    name = "**gdp (ours)**" if method == "gdp" else method
+    if changed and method != "gdp":
+        name += f" ({', '.join(changed)})"
+    stages = ("before removal", "after removal", "after fine-tuning")
+    cells = [spread([run.score(stage) for run in runs]) for stage in stages]
+    cells.append(spread([100 * run.card["macs_share"] for run in runs]))
+    recipe = runs[0].card["recipe"]
+    cells += [f"{recipe['epochs']} + {recipe['tune_epochs']}", str(len(runs))]
+    return f"| {name} | {' | '.join(cells)} | {beats(runs, every)} |"
+
+
+def beats(runs: list[Stored], every: list[Stored]) -> str:
+    """Where the mean is higher than ours, with the same recipe and the same seeds."""
+    if runs[0].method == "gdp":
+        return "–"
+    seeds = {run.card["recipe"]["seed"] for run in runs}
+    alike = runs[0].numbers("controls")
+    ours = [
+        run
+        for run in every
+        if run.method == "gdp"
+        and run.numbers("controls") == alike
+        and run.card["recipe"]["seed"] in seeds
+    ]
+    if not ours:
+        return "ours: " + NOT_YET
+    higher = [
+        stage
+        for stage in ("after removal", "after fine-tuning")
+        if _mean(runs, stage) > _mean(ours, stage)
+    ]
+    started = [{run.score("baseline") for run in some} for some in (runs, ours)]
+    doubt = "" if started[0] == started[1] else " (from another baseline)"
+    return (" and ".join(higher) or "no") + doubt
+
+
+def _mean(runs: list[Stored], stage: str) -> float:
+    return statistics.mean(run.score(stage) or 0.0 for run in runs)
+
+
+# --- how ------------------------------------------------------------------------------------------
+
+
+def differences(run: Stored, other: Any) -> list[str]:
+    """Numbers of a run's recipe that differ from another recipe's: `epochs 200 (350)`."""
+    theirs = flat(dataclasses.asdict(other))
+    return [
+        f"{key} {_short(value)} ({_short(theirs[key])})"
+        for key, value in run.numbers("controls", "network").items()
+        if key in theirs and value != theirs[key]
+    ]
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def how(runs: list[Stored]) -> list[str]:
+    lines = [f"{len(runs)} runs are stored in [results](../results)."] if runs else ["No runs."]
+    where = together(runs, lambda run: [run.card["machine"], run.card["versions"]])
+    for kind in where:
+        versions = ", ".join(f"{name} {v}" for name, v in kind[0].card["versions"].items())
+        hours = sum(run.seconds() for run in kind) / 3600
+        lines += ["", f"- {len(kind)} on {kind[0].card['machine']} ({versions}): {hours:.1f} hours "
+                  "of training."]  # fmt: skip
+    lines += ["", "Numbers of our runs that differ from the paper's recipe (in brackets: the "
+              "paper's; learning rate and batch, of which it does not speak, are the usual "
+              "ones):", ""]  # fmt: skip
+    ours = [run for run in runs if run.method == "gdp"]
+    for kind in together(ours, lambda run: [run.card["network"], run.numbers("controls", "tune")]):
+        network = kind[0].card["network"]
+        paper = RECIPES.get(f"{network}-paper")
+        if paper is not None:
+            found = differences(kind[0], paper)
+            lines.append(f"- {NAMES[network]}, {len(kind)} runs: {', '.join(found) or 'none'}")
+    return lines
+
+
+def page(runs: list[Stored]) -> str:
+    parts = [
+        "# Results",
+        "Accuracy on the test set of CIFAR-10 in percent, of the last epoch; mean ± standard "
+        "deviation over runs with other seeds. Generated by `benchmarks/results.py` from the cards "
+        "and logs in `results/`.",
+        "## The paper's table",
+        "\n".join(claims(runs)),
+        "After removal there was no fine-tuning. FLOPs and MACs are counted alike as shares of the "
+        "original.",
+        "## Other methods",
+        f"{NAMES[COMPARED.network]} at {COMPARED.macs} % of its MACs: the same baseline, data, "
+        "seeds, epochs, learning rates and distillation; one run after the other by "
+        "`polarprune train --method` ([methods.py](../src/polarprune/experiments/methods.py) says "
+        "what each does). A method beats ours where its mean over the same seeds is higher.",
+        "\n".join(controls(runs)),
+        "## How",
+        "\n".join(how(runs)),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def readme(runs: list[Stored], text: str) -> str:
+    """With the paper's rows between the marks, if there are results."""
+    if not any(run.method == "gdp" and run.answers(c) for run in runs for c in CLAIMS):
+        return text
+    lines = [
+        MARKS[0],
+        "## The paper's numbers, anew",
+        "",
+        "CIFAR-10, accuracy in percent; ours right after removal, without fine-tuning, mean ± "
+        "standard deviation ([more, and other methods beside it](docs/results.md)):",
+        "",
+        *claims(runs),
+        MARKS[1],
+    ]
+    before, rest = text.split(MARKS[0])
+    return before + "\n".join(lines) + rest.split(MARKS[1])[1]
+
+
+def write(root: Path) -> None:
+    runs = read(root / "results")
+    (root / "docs" / "results.md").write_text(page(runs), encoding="utf-8")
+    file = root / "README.md"
+    file.write_text(readme(runs, file.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write(ROOT)

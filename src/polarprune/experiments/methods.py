@@ -1,0 +1,283 @@
+"""Other methods, with the same data, network, seed, epochs, rates and budget as ours.
+
+Each trains on from the baseline with what it adds to a step, then a plan is made that meets the
+budget, the channels are cut, and what is left is fine-tuned. Only Torch-Pruning cuts by itself.
+
+| method | while it trains | what goes |
+|---|---|---|
+| `gdp` | ours | channels whose gate is zero |
+| `magnitude` | nothing | the same share of every group, least weights first |
+| `random` | nothing | the same share of every group |
+| `slimming` | ℓ1 on the scales of batch norms (Liu et al., 2017) | all scales below a threshold |
+| `lasso` | Σ √size · ‖w‖ over all weights that go with a channel | all norms below a threshold |
+| `l0` | hard-concrete gates (Louizos et al., 2018), λ · E[MACs] | zeros, then the least likely |
+| `torch-pruning` | regularizer of its GroupNormPruner | what that takes, globally |
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..budget import Budget
+from ..controls import (
+    UnitNorms,
+    magnitude_scores,
+    plan_by_score,
+    plan_by_threshold,
+    random_scores,
+    scale_scores,
+)
+from ..cost import Quadratic
+from ..errors import PruneError
+from ..groups import Plan
+from ..place import place
+from ..proof import count_macs
+from ..surgery import plain, shrink
+from ..trace import trace
+from .concrete import HardConcrete, Steering, expected_share
+from .recipes import Recipe
+from .run import Run, copied, per_image
+from .training import Groups, Method, Trainer, accuracy, recalibrate
+
+Limits = dict[str, float]  # resource -> share of the original
+_CLOSE = 1e-4  # pruning ratios of Torch-Pruning: finer than one channel of these networks
+
+
+class Control(Method):
+    """Trains a model, then plans what goes; this one adds nothing to the training."""
+
+    def __init__(
+        self, model: nn.Module, example: Tensor, recipe: Recipe, steps: int, limits: Limits
+    ) -> None:
+        self.model, self.example, self.limits = model, example, limits
+        self.recipe, self.numbers, self.steps = recipe, recipe.controls, steps
+        self.set_up()
+
+    def set_up(self) -> None:
+        self.graph = trace(self.model, self.example)
+        Budget(self.graph, self.limits).check_reachable()
+
+    def trained(self) -> nn.Module:
+        """The whole model at the end, without gates."""
+        return self.model
+
+    def plan(self) -> Plan:
+        raise NotImplementedError
+
+    def _same_share(self, scores: Tensor) -> Plan:
+        return plan_by_score(self.graph, scores, multiple_of=1, **self.limits)
+
+    def _above_threshold(self, scores: Tensor) -> Plan:
+        return plan_by_threshold(self.graph, scores, **self.limits)
+
+    def cut(self, model: nn.Module) -> nn.Module:
+        return shrink(model, self.graph, self.plan())
+
+
+class Magnitude(Control):
+    def plan(self) -> Plan:
+        return self._same_share(magnitude_scores(self.model, self.graph))
+
+
+class Random(Control):
+    def plan(self) -> Plan:
+        return self._same_share(random_scores(self.graph, self.recipe.seed))
+
+
+class Slimming(Control):
+    """ℓ1 on the scales of all batch norms; one threshold for all."""
+
+    def set_up(self) -> None:
+        super().set_up()
+        norms = [module for module in self.model.modules() if isinstance(module, _BatchNorm)]
+        self.scales: list[Tensor] = [norm.weight for norm in norms if norm.affine]
+        if not self.scales:
+            raise PruneError("slimming: this network has no batch norms with scales.")
+
+    def penalty(self) -> Tensor:
+        return self.numbers.slimming * torch.cat(self.scales).abs().sum()
+
+    def plan(self) -> Plan:
+        return self._above_threshold(scale_scores(self.model, self.graph))
+
+
+class Lasso(Control):
+    """Group lasso; a weight is in the norms of all channels it goes with. The threshold is on ‖w‖:
+    on ‖w‖/√size it would empty the wide layers first, whose weights are smaller to begin with."""
+
+    def set_up(self) -> None:
+        super().set_up()
+        self.norms = UnitNorms(self.model, self.graph)
+
+    def penalty(self) -> Tensor:
+        return self.numbers.lasso * (self.norms.sizes.sqrt() * self.norms()).sum()
+
+    def plan(self) -> Plan:
+        return self._above_threshold(self.norms().detach())
+
+
+class L0(Control):
+    """Hard-concrete gates; λ is steered so that the expected cost goes down along the path that
+    ours takes, and stays at the budget."""
+
+    def set_up(self) -> None:
+        super().set_up()
+        home = next(self.model.parameters()).device
+        groups = self.graph.open.items()
+        self.gates = {k: HardConcrete(group.size, self.numbers).to(home) for k, group in groups}
+        place(self.model, self.graph, dict(self.gates), torch.ones(self.graph.units).bool())
+        parts, self.whole = self.graph.cost.parts, self.graph.cost.original()
+        self.costs = {
+            key: Quadratic(parts[key].q.to(home), parts[key].b.to(home), parts[key].c)
+            for key in self.limits
+        }
+        ways = [self.recipe.schedule.path(step, self.steps) for step in range(self.steps)]
+        path = torch.tensor(ways, dtype=torch.float64, device=home)
+        self.steering = Steering(path, self.numbers.l0_push, self.numbers.l0_rise)
+
+    def param_groups(self, model: nn.Module, lr: float, weight_decay: float) -> Groups:
+        alphas = [gate.alpha for gate in self.gates.values()]
+        mine = {id(alpha) for alpha in alphas}
+        rest = [p for p in model.parameters() if id(p) not in mine]
+        return [
+            {"params": rest, "lr": lr, "weight_decay": weight_decay},
+            {"params": alphas, "lr": lr * self.numbers.l0_lr, "weight_decay": 0.0},
+        ]
+
+    def begin(self) -> None:
+        for gate in self.gates.values():
+            gate.draw()
+
+    def shares(self) -> Tensor:
+        """Expected, of each resource that has a budget."""
+        chances = [gate.chance() for gate in self.gates.values()]
+        return torch.stack([
+            expected_share(cost, self.whole[key], chances) for key, cost in self.costs.items()
+        ])  # fmt: skip
+
+    def penalty(self) -> Tensor:
+        shares = self.shares()
+        return (self.steering.follow(self._way_left(shares)) * shares.sum()).sum().float()
+
+    def _way_left(self, shares: Tensor) -> Tensor:
+        """1 at the start, 0 at the budget; of the resource that is furthest from it."""
+        ways = [(share - limit) / (1 - limit)
+                for share, limit in zip(shares, self.limits.values(), strict=True)]  # fmt: skip
+        return torch.stack(ways).amax()
+
+    def facts(self) -> dict[str, float]:
+        shares = zip(self.limits, self.shares().tolist(), strict=True)
+        return {f"expected_{key}": share for key, share in shares} | {
+            "lam_l0": float(self.steering.lam)
+        }
+
+    def state(self) -> dict[str, Tensor]:
+        steering = self.steering
+        return {"step": steering.step, "sum": steering.sum}
+
+    def trained(self) -> nn.Module:
+        return plain(self.model.eval())
+
+    def plan(self) -> Plan:
+        gates = self.gates.values()
+        chances = [gate.chance() * (gate.settled() > 0) for gate in gates]
+        return self._above_threshold(torch.cat(chances).detach())
+
+
+class TorchPruning(Control):
+    """Its regularizer works on the gradients and reads numbers back: no CUDA graph."""
+
+    captured = False
+
+    def set_up(self) -> None:
+        self.pruner = self._pruner(self.model, 0.5)
+        self.pruner.update_regularizer()
+
+    def _pruner(self, model: nn.Module, ratio: float) -> Any:
+        try:
+            import torch_pruning as tp
+        except ImportError as error:
+            raise PruneError(
+                "torch-pruning is not installed: pip install polarprune[controls]"
+            ) from error
+        return tp.pruner.GroupNormPruner(
+            model,
+            self.example,
+            importance=tp.importance.GroupMagnitudeImportance(p=2),
+            reg=self.numbers.torch_pruning,
+            global_pruning=True,
+            pruning_ratio=ratio,
+            ignored_layers=[[m for m in model.modules() if isinstance(m, nn.Linear)][-1]],
+        )
+
+    def param_groups(self, model: nn.Module, lr: float, weight_decay: float) -> Groups:
+        return super().param_groups(model, lr, self.numbers.torch_pruning_decay)
+
+    def pull(self) -> None:
+        self.pruner.regularize(self.model)
+
+    def cut(self, model: nn.Module) -> nn.Module:
+        """By the least pruning ratio that meets the budget."""
+        whole = cost_of(model, self.example)
+        low, high, found = 0.0, 1.0, None
+        while high - low > _CLOSE:
+            ratio = (low + high) / 2
+            small = copy.deepcopy(model)
+            self._pruner(small, ratio).step()
+            left = cost_of(small, self.example)
+            if all(left[key] <= limit * whole[key] for key, limit in self.limits.items()):
+                high, found = ratio, small
+            else:
+                low = ratio
+        if found is None:
+            raise PruneError(f"torch-pruning: no pruning ratio meets the budget {self.limits}.")
+        return found
+
+
+METHODS: dict[str, type[Control]] = {
+    "magnitude": Magnitude,
+    "random": Random,
+    "slimming": Slimming,
+    "lasso": Lasso,
+    "l0": L0,
+    "torch-pruning": TorchPruning,
+}
+
+
+def cost_of(model: nn.Module, example: Tensor) -> dict[str, int]:
+    params = sum(parameter.numel() for parameter in model.parameters())
+    return {"macs": count_macs(model, example), "params": params}
+
+
+def prune(run: Run, baseline: nn.Module, method: str = "gdp", **limits: float) -> dict[str, Any]:
+    """From a baseline to a small model and its card, within budgets, by any method."""
+    if method == "gdp":
+        return run.prune(baseline, **limits)
+    if method not in METHODS:
+        raise PruneError(f"there is no method {method!r}. Methods: gdp, {', '.join(METHODS)}.")
+    recipe = run.recipe
+    before = accuracy(baseline, run.data.test)
+    model = copied(run.fresh(), baseline)
+    steps = recipe.epochs * run.batches.per_epoch
+    control = METHODS[method](model, run.example(), recipe, steps, limits)
+    trainer = Trainer(
+        model, run.batches, recipe, epochs=recipe.epochs, lr=recipe.lr, method=control,
+        teacher=baseline if recipe.distill else None,
+    )  # fmt: skip
+    run.train("prune", trainer)
+    full = control.trained()
+    if recipe.recalibrate:
+        recalibrate(full, run.batches, recipe.recalibrate)
+    small = control.cut(full)
+    whole, left = (cost_of(one, run.example()) for one in (full, small))
+    over = [key for key, limit in limits.items() if left[key] > limit * whole[key]]
+    assert not over, f"{method}: above its budget of {over}"
+    models = {"full": full, "small": small}
+    card = run.card(method, limits, before, models, per_image(whole), per_image(left))
+    run.write(card, small)
+    return card
