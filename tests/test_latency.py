@@ -294,6 +294,25 @@ def test_real_models_of_many_widths_are_timed() -> None:
     assert watch.share(watch.small(small)) > 0
 
 
+def test_numbers_do_not_fade_in_a_model_that_was_not_trained() -> None:
+    """Denormal numbers make a CPU ten times slower: a fresh original must not be timed on them."""
+    torch.manual_seed(0)
+    layers = [m for _ in range(12) for m in (nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8))]
+    model = nn.Sequential(*layers)
+    for module in model:
+        if isinstance(module, nn.Conv2d):
+            nn.init.uniform_(module.weight, -1e-3, 1e-3)
+    x = torch.randn(4, 8, 6, 6)
+    assert float(model.eval()(x).abs().max()) < 1e-30
+    settled = latency._in_working_order(copy.deepcopy(model), x)
+    assert not settled.training and float(settled(x).abs().max()) > 1e-3
+    tracked = [m.num_batches_tracked for m in model if isinstance(m, nn.BatchNorm2d)]
+    assert not any(tracked)  # the user's own is as it was
+    again = copy.deepcopy(settled)
+    latency._in_working_order(again, x)
+    assert torch.equal(again[1].running_mean, settled[1].running_mean)  # trained ones stay
+
+
 def test_processes_agree_on_what_the_first_measured(tmp_path: Path) -> None:
     assert latency._agreed(0.5) == 0.5
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
