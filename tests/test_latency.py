@@ -294,6 +294,7 @@ def test_real_models_of_many_widths_are_timed() -> None:
     assert watch.share(watch.small(small)) > 0
 
 
+@torch.no_grad()
 def test_numbers_do_not_fade_in_a_model_that_was_not_trained() -> None:
     """Denormal numbers make a CPU ten times slower: a fresh original must not be timed on them."""
     torch.manual_seed(0)
