@@ -329,11 +329,13 @@ def _in_working_order(model: nn.Module, example: Example) -> nn.Module:
     """Batch norms that have seen nothing let numbers fade until a CPU slows down over them."""
     args, kwargs = as_call(example)
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    if any(norm.num_batches_tracked == 0 for norm in norms if norm.track_running_stats):
+    fresh = [m for m in norms if m.track_running_stats and m.num_batches_tracked == 0]
+    for norm in fresh:
+        norm.momentum = None  # the mean of all that it sees
+    if fresh:
         with torch.no_grad(), suppress(Exception):  # not every model runs in train mode
             model.train()
-            for _ in range(20):
-                model(*args, **kwargs)
+            model(*args, **kwargs)
     return model.eval()
 
 
