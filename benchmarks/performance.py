@@ -147,7 +147,8 @@ def latency() -> list[str]:
         "## Latency as a budget",
         "",
         "The exported model's latency as a share of the original's, after a short training with "
-        "`latency=` on random images, 224 × 224; medians of runs in turns "
+        "`latency=` on random images, 224 × 224; medians of runs in turns, the median of five "
+        "such comparisons and in brackets their range "
         "([latency.py](../benchmarks/latency.py)). Ready: seconds until the model of the time is "
         "fitted.",
         "",
@@ -156,10 +157,12 @@ def latency() -> list[str]:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, row in stored("latency").items():
+        seen = row.get("shares", [])
+        spread = f" ({min(seen):.3f}–{max(seen):.3f})" if seen else ""
         machine = f"{row['machine']}, {row['threads']} threads, torch {row['versions']['torch']}"
         lines.append(
             f"| {name} | {row['batch']} | {row['milliseconds']['before']:.1f} | {row['latency']} | "
-            f"**{row['share']:.3f}** | {row['off']:+.1%} | {row['macs']:.1%} | "
+            f"**{row['share']:.3f}**{spread} | {row['off']:+.1%} | {row['macs']:.1%} | "
             f"{row['ready_seconds']:.0f} | {machine} |"
         )
     return lines
