@@ -124,7 +124,8 @@ def test_models_are_timed_in_turn_and_left_as_they_were():
 
     models = {"wide": Noted(3, 8).train(), "narrow": Noted(3, 2).eval()}
     found = side_by_side(models, torch.randn(5, 3), runs=4, warm_up=1)
-    assert calls[:10] == [(8, False), (2, False)] * 5
+    wide, narrow = [(8, False)], [(2, False)]
+    assert calls[:12] == [*wide, *narrow, *wide * 5, *narrow * 5]  # to warm up, then turns of five
     assert models["wide"].training and not models["narrow"].training
     for name, width in (("wide", 8), ("narrow", 2)):
         one = found[name]

@@ -435,14 +435,14 @@ def test_a_deep_copy_of_a_gated_model_shares_its_gates_within_and_not_without() 
 def test_where_float32_rounds_too_coarsely_the_proof_is_made_in_float64(monkeypatch) -> None:
     """As on a GPU with TF32: the single-precision comparison fails, the double one decides."""
     pruner = prune(digits_resnet(8), STEPS, channels=1, size=8, macs=0.5)
-    real = polarprune.pruner.prove_equal
+    real = polarprune.proof.prove_equal
 
     def coarse(one: nn.Module, other: nn.Module, example: Any, tolerance: float) -> Any:
         if next(one.parameters()).dtype == torch.float32:
             raise pp.PruneError("rounded")
         return real(one, other, example, tolerance)
 
-    monkeypatch.setattr(polarprune.pruner, "prove_equal", coarse)
+    monkeypatch.setattr(polarprune.proof, "prove_equal", coarse)
     pruner.export()
     assert set(pruner.proof) == {"eval, in float64", "train, in float64"}
     assert max(pruner.proof.values()) <= 1e-10
