@@ -2,7 +2,9 @@
 
 A short training on random images with `latency=0.6`; then the exported model beside the original,
 timed anew in turns (`polarprune.bench`), five times, with the same example. MACs are shown beside:
-latency does not follow them. Writes latency.json beside this file:
+latency does not follow them. It holds for ResNet-18, ResNet-50 and ViT-B/16 on the CPU; not for
+MobileNetV2, which waits for memory, and whose time swings by half on that machine. Writes
+latency.json beside this file:
 
     python benchmarks/latency.py             # what this machine has
     python benchmarks/latency.py resnet50

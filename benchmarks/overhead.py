@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import polarprune as pp
+from polarprune.demo import Block
 
 HERE = Path(__file__).parent
 STORE = HERE / "overhead.json"
@@ -43,28 +44,11 @@ class Case:
     steps: int  # in a turn
 
 
-class Basic(nn.Module):
-    def __init__(self, wide: int, narrow: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(wide, narrow, 3, stride, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(narrow)
-        self.conv2 = nn.Conv2d(narrow, narrow, 3, 1, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(narrow)
-        self.short: nn.Module = nn.Identity()
-        if stride > 1 or wide != narrow:
-            conv = nn.Conv2d(wide, narrow, 1, stride, bias=False)
-            self.short = nn.Sequential(conv, nn.BatchNorm2d(narrow))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
-        return F.relu(y + self.short(x))
-
-
 def resnet56() -> nn.Module:
     blocks, wide = [], 16
     for stage, width in enumerate((16, 32, 64)):
         for number in range(9):
-            blocks.append(Basic(wide, width, 2 if stage and not number else 1))
+            blocks.append(Block(wide, width, 2 if stage and not number else 1))
             wide = width
     stem = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))

@@ -19,7 +19,7 @@ def overhead() -> list[str]:
         "",
         "Forward, backward, optimizer and proximal step, as a multiple of the plain step; naive: "
         "gates multiplied into activations. Medians of turns that alternate; memory is the peak of "
-        "a step of the gated model, as a multiple of the plain one's, in processes of their own "
+        "a step of the gated model, as a multiple of the plain one's "
         "([overhead.py](../benchmarks/overhead.py)).",
         "",
         "| network | batch | way | plain (ms) | gated | naive | memory | turns | machine |",
@@ -147,8 +147,8 @@ def latency() -> list[str]:
         "## Latency as a budget",
         "",
         "The exported model's latency as a share of the original's, after a short training with "
-        "`latency=` on random images, 224 × 224; medians of runs in turns, the median of five "
-        "such comparisons and in brackets their range "
+        "`latency=` on random images, 224 × 224; medians of runs in turns; with brackets, "
+        "the median of five such comparisons and their range "
         "([latency.py](../benchmarks/latency.py)). Ready: seconds until the model of the time is "
         "fitted.",
         "",

@@ -20,6 +20,7 @@ Factory = Callable[[], tuple[nn.Module, Inputs]]
 Shape = tuple[int, ...]
 
 NETS: dict[str, Factory] = {}
+WHOLE_NETS = {"group_norm_one", "layer_norm_linear"}  # of which nothing is open without norms=True
 
 IMAGE: Shape = (2, 3, 8, 8)
 CLASSES = 5

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from nets import NETS, digits_resnet
+from nets import NETS, WHOLE_NETS, digits_resnet
 from torch import Tensor, nn
 
 import polarprune as pp
@@ -91,12 +91,10 @@ def net() -> nn.Module:
 # --- the model of the time ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("name", sorted(NETS.keys() - WHOLE_NETS))
 def test_the_terms_add_up_to_the_macs_that_are_counted(name: str) -> None:
     model, example = NETS[name]()
     graph = pp.trace(model, example)
-    if not graph.open:
-        pytest.skip("nothing is open")
     terms = Terms(graph)
     steps = torch.ones(len(terms.modules), dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)

@@ -41,7 +41,7 @@ class Pruner:
         example_inputs: what `model(...)` takes: a tensor, or a tuple or dict of arguments.
         macs, params: budgets, as fractions of the original; met at the end, never exceeded.
         latency: the same for the time of a forward pass in eval mode, measured on the example, here
-            and now; the exported model is within 5 % of it. Combines with the others.
+            and now; an export more than 5 % above it is refused. Combines with the others.
         lam: instead of a budget, the paper's plain mode: a fixed λ, the ratio falls where it falls.
         steps: how many optimizer steps the training takes.
         keep: patterns of module names to leave whole.

@@ -17,6 +17,7 @@ budget, the channels are cut, and what is left is fine-tuned. Only Torch-Pruning
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -48,8 +49,8 @@ Limits = dict[str, float]  # resource -> share of the original
 _CLOSE = 1e-4  # pruning ratios of Torch-Pruning: finer than one channel of these networks
 
 
-class Control(Method):
-    """Trains a model, then plans what goes; this one adds nothing to the training."""
+class Control(Method, ABC):
+    """Trains a model, then cuts it to the budget."""
 
     def __init__(
         self, model: nn.Module, example: Tensor, recipe: Recipe, steps: int, limits: Limits
@@ -58,16 +59,32 @@ class Control(Method):
         self.recipe, self.numbers, self.steps = recipe, recipe.controls, steps
         self.set_up()
 
+    @abstractmethod
     def set_up(self) -> None:
-        self.graph = trace(self.model, self.example)
-        Budget(self.graph, self.limits).check_reachable()
+        """What it needs to know of the model."""
+
+    @abstractmethod
+    def cut(self, model: nn.Module) -> nn.Module:
+        """What is left of the trained model."""
 
     def trained(self) -> nn.Module:
         """The whole model at the end, without gates."""
         return self.model
 
+
+class Planned(Control):
+    """Says which channels stay; this library cuts."""
+
+    def set_up(self) -> None:
+        self.graph = trace(self.model, self.example)
+        Budget(self.graph, self.limits).check_reachable()
+
+    @abstractmethod
     def plan(self) -> Plan:
-        raise NotImplementedError
+        """Within the budget."""
+
+    def cut(self, model: nn.Module) -> nn.Module:
+        return shrink(model, self.graph, self.plan())
 
     def _same_share(self, scores: Tensor) -> Plan:
         return plan_by_score(self.graph, scores, multiple_of=1, **self.limits)
@@ -75,21 +92,18 @@ class Control(Method):
     def _above_threshold(self, scores: Tensor) -> Plan:
         return plan_by_threshold(self.graph, scores, **self.limits)
 
-    def cut(self, model: nn.Module) -> nn.Module:
-        return shrink(model, self.graph, self.plan())
 
-
-class Magnitude(Control):
+class Magnitude(Planned):
     def plan(self) -> Plan:
         return self._same_share(magnitude_scores(self.model, self.graph))
 
 
-class Random(Control):
+class Random(Planned):
     def plan(self) -> Plan:
         return self._same_share(random_scores(self.graph, self.recipe.seed))
 
 
-class Slimming(Control):
+class Slimming(Planned):
     """ℓ1 on the scales of all batch norms; one threshold for all."""
 
     def set_up(self) -> None:
@@ -106,7 +120,7 @@ class Slimming(Control):
         return self._above_threshold(scale_scores(self.model, self.graph))
 
 
-class Lasso(Control):
+class Lasso(Planned):
     """Group lasso; a weight is in the norms of all channels it goes with. The threshold is on ‖w‖:
     on ‖w‖/√size it would empty the wide layers first, whose weights are smaller to begin with."""
 
@@ -121,7 +135,7 @@ class Lasso(Control):
         return self._above_threshold(self.norms().detach())
 
 
-class L0(Control):
+class L0(Planned):
     """Hard-concrete gates; λ is steered so that the expected cost goes down along the path that
     ours takes, and stays at the budget."""
 
