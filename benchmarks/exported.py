@@ -8,8 +8,9 @@ Which channels go was not learned: weights are random, and the plans are those o
 `controls.plan_by_score` by magnitude, the same share of every group. A training chooses other
 widths for the same MACs.
 
-It holds for ResNet-50, VGG-16 and ViT-B/16 in every way. MobileNetV2 in eager, contiguous runs is
-not surely there: it swings from 1.67 to 2.17 with the process, and the median is just below.
+It holds for ResNet-50, VGG-16, ViT-B/16 and MobileNetV2 in every way. MobileNetV2 needs glibc to
+keep memory for that, by the variables below: else it fetches pages anew in every layer, or not, and
+swings from 1.7 to 2.2 with the process.
 
 Why a gain is what it is: under `why` the shares of the time of eager runs, by the profiler of
 torch, in products (convolutions, linear layers, attention), in depthwise convolutions, and in all
@@ -20,6 +21,7 @@ On the GPU all is bfloat16 and channels-last; `captured` is a CUDA graph of the 
 `compiled` one of the compiled model, so that neither waits for Python. Merged into exported.json
 beside this file, after each network and way; a row that is there is repeated, not replaced:
 
+    export MALLOC_TRIM_THRESHOLD_=4000000000 MALLOC_MMAP_THRESHOLD_=4000000000
     OMP_NUM_THREADS=1 python benchmarks/exported.py                   # all networks, on the CPU
     OMP_NUM_THREADS=1 python benchmarks/exported.py vgg16 --way eager
     python benchmarks/exported.py --cuda
@@ -31,6 +33,7 @@ import functools
 import importlib.util
 import json
 import logging
+import os
 import statistics
 import tempfile
 import time
@@ -208,6 +211,7 @@ def measure(name: str, device: str, way: str) -> dict[str, Any]:
         "runs": runs,
         "threads": torch.get_num_threads(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
+        "malloc": {key: value for key, value in os.environ.items() if key.startswith("MALLOC_")},
         **environment(),
     }
     if all(ready[key] is here[key] for key in here):
@@ -229,7 +233,8 @@ def gains(
 
 def together(row: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     """With earlier processes on this machine: the gain is the median of theirs."""
-    same = all(row[key] == before.get(key) for key in ("machine", "versions", "batch", "threads"))
+    alike = ("machine", "versions", "batch", "threads", "malloc")
+    same = all(row[key] == before.get(key) for key in alike)
     repeats = [*(before.get("repeats", [before["gain"]]) if same else []), row["gain"]]
     gain = {
         key: round(statistics.median(one[key] for one in repeats if key in one), 3)

@@ -1,6 +1,7 @@
 """Claim: a proximal step of 100,000 gates, in up to 1,000 groups, takes at most 5 ms on a CPU.
 
-On a GPU it is to take 1 ms at most; proximal.json says whether that was measured.
+On a GPU, in a captured step, it takes less than 0.2 ms in up to 1,600 groups. Launched from Python
+it takes less than 1 ms in 100 groups, and more in more: Python hands over the groups one by one.
 
 The step as `Pruner` takes it (`Stepper`: threshold, floor, ε, written back to every group's α), in
 100 to 1,600 groups: the more, the slower, and 1,600 are above the limit. Half of the gates are
@@ -23,6 +24,7 @@ import torch
 
 from polarprune import Gate, Schedule
 from polarprune.bench import environment
+from polarprune.experiments.training import Captured
 from polarprune.stepper import Stepper
 
 STORE = Path(__file__).with_suffix(".json")
@@ -48,23 +50,7 @@ def stepper(groups: int, device: str) -> Stepper:
     return step
 
 
-def captured(step: Stepper) -> Callable[[], None]:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-
-    def replay() -> None:
-        graph.replay()
-
-    return replay
-
-
-def turn(step: Callable[[], None], device: str) -> float:
+def turn(step: Callable[[], Any], device: str) -> float:
     """Milliseconds a step."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     wait()
@@ -76,11 +62,11 @@ def turn(step: Callable[[], None], device: str) -> float:
 
 
 def measure(device: str) -> dict[str, Any]:
-    steps: dict[str, Callable[[], None]] = {}
+    steps: dict[str, Callable[[], Any]] = {}
     for groups in GROUPS:
         steps[f"{groups} groups"] = stepper(groups, device)
         if device == "cuda":
-            steps[f"{groups} groups, replayed"] = captured(stepper(groups, device))
+            steps[f"{groups} groups, replayed"] = Captured(stepper(groups, device), True)
     for step in steps.values():
         turn(step, device)
     times: dict[str, list[float]] = {name: [] for name in steps}

@@ -306,6 +306,32 @@ def test_a_teacher_is_listened_to(data: Data) -> None:
     )
 
 
+def test_a_compiled_training_is_the_same_training(
+    data: Data, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = []
+
+    def quickly(model: nn.Module) -> Any:
+        compiled.append(model)
+        return compile_with(model, backend="aot_eager")
+
+    compile_with = torch.compile
+    monkeypatch.setattr(torch, "compile", quickly)
+    found = []
+    for wanted in (False, True):
+        torch.manual_seed(0)
+        teacher, student, batches = Tiny(), Tiny(), Batches(data.train, 20)
+        steps = 2 * batches.per_epoch
+        pruner = pp.Pruner(student, normalised(data.test.x[:2]), macs=0.5, steps=steps)
+        trainer = Trainer(
+            student, batches, recipe("tiny", distill=0.5, compiled=wanted), epochs=2, lr=0.05,
+            pruner=pruner, teacher=teacher,
+        )  # fmt: skip
+        found.append([trainer.epoch()["loss"] for _ in range(2)])
+    assert found[0] == pytest.approx(found[1], rel=1e-4) and found[0][0] != found[0][1]
+    assert len(compiled) == 2 and compiled[0] is student  # and its teacher
+
+
 def test_statistics_of_batch_norms_are_taken_anew(data: Data) -> None:
     model = Tiny()
     model.bn.running_mean.fill_(100.0)

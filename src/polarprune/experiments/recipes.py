@@ -48,6 +48,7 @@ class Recipe:
     label_smoothing: float = 0.0
     schedule: Schedule = Schedule()
     compact: str | None = "auto"
+    compiled: bool = False  # torch.compile
     distill: float = 0.0  # share of the loss that is the baseline's opinion
     temperature: float = 4.0
     recalibrate: int = 0  # batches from which batch norms take their statistics anew at the end

@@ -105,6 +105,11 @@ class Trainer:
         self.model, self.batches, self.recipe = model, batches, recipe
         self.epochs, self.pruner, self.method = epochs, pruner, method or Method()
         self.teacher = copy.deepcopy(teacher).eval().requires_grad_(False) if teacher else None
+        self._scores: Any = model
+        self._opinion: Any = self.teacher
+        if recipe.compiled:
+            self._scores = torch.compile(model)
+            self._opinion = torch.compile(self.teacher) if self.teacher else None
         self.steps = epochs * batches.per_epoch
         self.done = 0  # steps
         self.device = batches.order.device
@@ -134,8 +139,8 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         on_gpu = self.device.type == "cuda"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=on_gpu):
-            scores = self.model(x)
-            opinion = self.teacher(x) if self.teacher else None
+            scores = self._scores(x)
+            opinion = self._opinion(x) if self.teacher else None
         loss = self._loss(scores.float(), y, opinion)
         penalty = self.method.penalty()
         (loss if penalty is None else loss + penalty).backward()
