@@ -243,7 +243,7 @@ def proximal() -> list[str]:
         "## The proximal step",
         "",
         "All gates of a model, as a `Pruner` steps them, by the number of groups they are in; "
-        "medians; bold: within the limit. Replayed: from a CUDA graph; otherwise Python hands over the "
+        "medians; bold: within the limit. Replayed: from a CUDA graph; else Python hands over the "
         "groups one by one ([proximal.py](../benchmarks/proximal.py)).",
         "",
         "| gates | case | ms | limit (ms) | machine |",
