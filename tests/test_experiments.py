@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,17 @@ import polarprune as pp
 from polarprune.cli import app
 from polarprune.experiments import networks
 from polarprune.experiments.data import MEAN, STD, Batches, Data, Images, normalised, open_data
+from polarprune.experiments.methods import METHODS
 from polarprune.experiments.networks import VGG, MobileNetV2, ResNet
 from polarprune.experiments.recipes import RECIPES, Recipe, per_epoch, recipe
 from polarprune.experiments.run import Run, rebuilt
 from polarprune.experiments.training import Trainer, accuracy, predictions, recalibrate
 from polarprune.proof import count_macs
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+import cifar10
+import results
 
 runner = CliRunner()
 
@@ -232,16 +239,17 @@ def test_a_run_ends_on_its_budget_with_the_same_predictions(data: Data, tmp_path
     ]  # fmt: skip
     assert card["table"][1]["accuracy"] == card["table"][2]["accuracy"]
     assert {p.name for p in tmp_path.iterdir()} == {
-        "baseline.safetensors", "small.safetensors", "card.json", "report.json", "report.html",
-        "log.jsonl",
+        "baseline.safetensors", "small.safetensors", "tuned.safetensors", "card.json",
+        "report.json", "report.html", "log.jsonl",
     }  # fmt: skip
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["before"]["macs"] == card["table"][0]["macs"]
-    small, found = rebuilt(tmp_path / "small.safetensors")
-    assert accuracy(small, data.test) == card["accuracy"]
-    assert count_macs(small, torch.randn(1, 3, 32, 32)) == card["macs"]
-    assert found == {k: v for k, v in json.loads((tmp_path / "card.json").read_text()).items()
-                     if k != "sha256"}  # fmt: skip
+    assert json.loads((tmp_path / "card.json").read_text()) == card
+    for name, row in (("small", card["table"][2]), ("tuned", card["table"][3])):
+        small, found = rebuilt(tmp_path / f"{name}.safetensors")
+        assert accuracy(small, data.test) == row["accuracy"] == found["accuracy"]
+        assert count_macs(small, torch.randn(1, 3, 32, 32)) == card["macs"]
+        assert found["table"][-1] == row and found["recipe"] == card["recipe"]
     rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [row["stage"] for row in rows] == ["baseline"] * 3 + ["prune"] * 4 + ["tune"] * 2
     assert rows[6]["macs"] <= 0.5 and rows[6]["accuracy"] is not None
@@ -389,3 +397,51 @@ def test_a_file_of_another_network_is_refused(tmp_path: Path) -> None:
     pp.save(small, tmp_path / "x.safetensors", card={"network": "unknown"})
     with pytest.raises(pp.PruneError, match="names the network 'unknown'"):
         rebuilt(tmp_path / "x.safetensors")
+
+
+# --- all experiments ------------------------------------------------------------------------------
+
+
+def test_experiments_run_one_after_the_other_and_leave_cards_and_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = written(tmp_path, "bin")
+    few = {
+        "b": cifar10.Experiment("resnet20", 0.4, after="a"),
+        "a": cifar10.Experiment("resnet20", 0.5, seed=1, tune=1, ships="net-50"),
+        "other": cifar10.Experiment("resnet20", 0.5, after="nothing"),
+    }
+    monkeypatch.setattr(cifar10, "EXPERIMENTS", few)
+    folders = [f"--{name}={tmp_path / name}" for name in ("runs", "results", "zoo")]
+    small = [f"--set={change}" for change in ("epochs=2", "baseline_epochs=1", "batch=10")]
+    given = [f"--data={tmp_path}", "--together=2", *folders, *small]
+    assert cifar10.main([*given, "other"]) == 1  # there is no baseline
+    assert cifar10.main([*given, "a", "b"]) == 0
+    cards = {
+        name: json.loads((tmp_path / f"results/{name}/card.json").read_text()) for name in "ab"
+    }
+    assert cards["a"]["recipe"]["seed"] == 1 and cards["b"]["macs_share"] <= 0.4
+    assert cards["a"]["table"][0]["accuracy"] == cards["b"]["table"][0]["accuracy"]
+    assert not (tmp_path / "runs/b/baseline.safetensors").exists()
+    shipped = json.loads((tmp_path / "zoo/net-50.json").read_text())
+    net, found = rebuilt(tmp_path / "zoo/net-50.safetensors")
+    assert accuracy(net, data.test) == shipped["accuracy"] == cards["a"]["table"][2]["accuracy"]
+    assert shipped["sha256"] == cards["a"]["sha256"] and (tmp_path / shipped["log"]).exists()
+    assert found["recipe"] == shipped["recipe"]
+    assert cifar10.main([*given, "--set=epochs=none", "a"]) == 1  # what fails is counted
+
+
+def test_the_experiments_are_those_of_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cifar10.main(["--list"]) == 0
+    names = capsys.readouterr().out.split()
+    assert names == sorted(names, key=lambda name: bool(cifar10.EXPERIMENTS[name].after))
+    for claim in results.CLAIMS:
+        mine = [
+            one for one in cifar10.EXPERIMENTS.values() if round(100 * one.macs, 2) == claim.macs
+        ]
+        assert {one.recipe for one in mine} == {claim.network}
+        assert len({one.seed for one in mine if one.method == "gdp"}) == (
+            3 if claim == results.COMPARED else 1
+        )
+    methods = {one.method for one in cifar10.EXPERIMENTS.values()}
+    assert methods == {"gdp", *METHODS}

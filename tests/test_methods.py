@@ -67,12 +67,13 @@ def test_a_control_meets_its_budget_in_as_many_epochs(
     rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [row["stage"] for row in rows] == ["baseline"] * 3 + ["prune"] * 4 + ["tune"] * 2
     names = {path.name for path in tmp_path.iterdir()}
-    file = "state.safetensors" if method == "torch-pruning" else "small.safetensors"
-    assert names == {"baseline.safetensors", file, "card.json", "log.jsonl"}
+    kind = "-state.safetensors" if method == "torch-pruning" else ".safetensors"
+    files = {"baseline.safetensors", f"small{kind}", f"tuned{kind}"}
+    assert names == files | {"card.json", "log.jsonl"}
     assert json.loads((tmp_path / "card.json").read_text()) == card
     if method != "torch-pruning":
-        small, _ = rebuilt(tmp_path / file)
-        assert accuracy(small, data.test) == card["accuracy"]
+        small, _ = rebuilt(tmp_path / "small.safetensors")
+        assert accuracy(small, data.test) == card["table"][2]["accuracy"]
         assert count_macs(small, EXAMPLE[:1]) == card["macs"]
 
 

@@ -293,5 +293,4 @@ def prune(run: Run, baseline: nn.Module, method: str = "gdp", **limits: float) -
     assert not over, f"{method}: above its budget of {over}"
     models = {"full": full, "small": small}
     card = run.card(method, limits, before, models, per_image(whole), per_image(left))
-    run.write(card, small)
-    return card
+    return run.finish(card, small)

@@ -94,16 +94,9 @@ class Run:
         results = {key: card[key] for key in ("table", "identical_predictions")}
         results |= {"test_images": card["scored_on"], **environment()}
         report = dataclasses.replace(report, before=whole, after=left, results=results)
-        self.write(card, small)
         (self.out / "report.json").write_text(report.to_json(), encoding="utf-8")
         (self.out / "report.html").write_text(report.to_html(), encoding="utf-8")
-        return card
-
-    def _tuned(self, small: nn.Module) -> float:
-        recipe = dataclasses.replace(self.recipe, warm_up=0.0)
-        trainer = Trainer(small, self.batches, recipe, epochs=recipe.tune_epochs, lr=recipe.tune_lr)
-        self.train("tune", trainer)
-        return accuracy(small, self.data.test)
+        return self.finish(card, small)
 
     def train(self, stage: str, trainer: Trainer) -> None:
         """To the end, from the last checkpoint of this stage, if there is one.
@@ -152,8 +145,8 @@ class Run:
         whole: dict[str, int],
         left: dict[str, int],
     ) -> dict[str, Any]:
-        """Score the trained model ("full") and what is left of it ("small"), fine-tune that, and
-        say how it came about. `before` is the baseline's score, `whole` and `left` are costs."""
+        """Scores of the trained model ("full") and of what is left of it ("small"), and how it came
+        about. `before` is the baseline's score, `whole` and `left` are costs."""
         full, small = (predictions(models[name], self.data.test) for name in ("full", "small"))
         right = self.data.test.y
         table = [
@@ -161,8 +154,6 @@ class Run:
             _row("before removal", float((full == right).double().mean()), whole),
             _row("after removal", float((small == right).double().mean()), left),
         ]
-        if self.recipe.tune_epochs:
-            table.append(_row("after fine-tuning", self._tuned(models["small"]), left))
         return {
             "network": self.recipe.network,
             "method": method,
@@ -180,18 +171,33 @@ class Run:
             **environment(),
         }
 
-    def write(self, card: dict[str, Any], small: nn.Module) -> None:
-        """The end of a run: model and card."""
-        if hasattr(small, RECIPE):
-            file = self.out / "small.safetensors"
-            save(small.cpu(), file, card=card)
-        else:
-            file = self.out / "state.safetensors"
-            write_state(small, file)
-            card["file"] = "a state dict: not cut by polarprune, which cannot rebuild it"
-        card["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
+    def finish(self, card: dict[str, Any], small: nn.Module) -> dict[str, Any]:
+        """Write the model, fine-tune it, write that too, and the card of both."""
+        card["sha256"] = self._write(small, "small", card)
+        if self.recipe.tune_epochs:
+            recipe = dataclasses.replace(self.recipe, warm_up=0.0)
+            trainer = Trainer(
+                small, self.batches, recipe, epochs=recipe.tune_epochs, lr=recipe.tune_lr
+            )
+            self.train("tune", trainer)
+            score = accuracy(small, self.data.test)
+            row = {**card["table"][-1], "stage": "after fine-tuning", "accuracy": score}
+            tuned = {**card, "table": [*card["table"], row], "accuracy": score}
+            card = {**tuned, "sha256_tuned": self._write(small, "tuned", tuned)}
         (self.out / "card.json").write_text(json.dumps(card, indent=1) + "\n", encoding="utf-8")
         self._drop_checkpoints()
+        return card
+
+    def _write(self, model: nn.Module, name: str, card: dict[str, Any]) -> str:
+        """A file that `rebuilt` reads; or, if another library did the cutting, a state dict."""
+        file = self.out / f"{name}.safetensors"
+        if hasattr(model, RECIPE):
+            save(model, file, card={k: v for k, v in card.items() if k != "sha256"})
+        else:
+            file = self.out / f"{name}-state.safetensors"
+            write_state(model, file)
+            card["file"] = "a state dict: not cut by polarprune, which cannot rebuild it"
+        return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def _row(stage: str, accuracy: float, cost: dict[str, int]) -> dict[str, Any]:
@@ -203,7 +209,9 @@ def per_image(cost: dict[str, int]) -> dict[str, int]:
 
 
 def write_state(model: nn.Module, file: Path) -> None:
-    save_file({k: v.cpu().contiguous() for k, v in model.state_dict().items()}, str(file))
+    new = file.with_suffix(".new")
+    save_file({k: v.cpu().contiguous() for k, v in model.state_dict().items()}, str(new))
+    new.replace(file)  # whole: other runs may wait for it
 
 
 def copied(model: nn.Module, other: nn.Module) -> nn.Module:

@@ -1,0 +1,5 @@
+"""`python -m polarprune`"""
+
+from .cli import app
+
+app(prog_name="polarprune")
