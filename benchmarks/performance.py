@@ -19,7 +19,8 @@ def overhead() -> list[str]:
         "",
         "Forward, backward, optimizer and proximal step, as a multiple of the plain step; naive: "
         "gates multiplied into activations. Medians of turns that alternate; memory is the peak of "
-        "a step of the gated model, as a multiple of the plain one's "
+        "a step of the gated model, as a multiple of the plain one's (eager code holds the gated "
+        "weights once more, which small batches feel) "
         "([overhead.py](../benchmarks/overhead.py)).",
         "",
         "| network | batch | way | plain (ms) | gated | naive | memory | turns | machine |",

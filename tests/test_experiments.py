@@ -191,6 +191,29 @@ def test_shifts_and_flips_differ_from_image_to_image() -> None:
     assert len({tuple(image.flatten()[::97].tolist()) for image in x}) > 30
 
 
+def test_cutout_blanks_a_square_and_nothing_else() -> None:
+    many = images(40)
+    found = []
+    for cutout in (0, 10):
+        batches = Batches(many, 40, cutout=cutout)
+        torch.manual_seed(1)
+        batches.shuffle()
+        found.append(batches.next()[0])
+    whole, cut = found
+    blank = (cut == 0).all(1)  # of images whose own pixels are never at the mean
+    assert torch.equal(cut, whole * ~blank[:, None])
+    corners = set()
+    for square in blank:
+        rows, columns = square.any(1).nonzero().flatten(), square.any(0).nonzero().flatten()
+        top, left, high, wide = int(rows[0]), int(columns[0]), len(rows), len(columns)
+        assert int(square.sum()) == high * wide  # full, and in one piece
+        assert rows.tolist() == list(range(top, top + high))
+        assert 5 <= high <= 10 and 5 <= wide <= 10  # the rest of it lies outside
+        assert high == 10 or top in (0, 32 - high)
+        corners.add((top, left))
+    assert len(corners) > 20
+
+
 # --- recipes --------------------------------------------------------------------------------------
 
 

@@ -128,14 +128,16 @@ class _Plain(pickle.Unpickler):
 class Batches:
     """Batches for training, drawn on the device: shuffled, shifted by up to 4 pixels, flipped.
 
+    With `cutout`, a square of so many pixels, centred anywhere in the image, is blank.
+
     All that changes is held in tensors that are written in place, so that a CUDA graph can hold
     `next`.
     """
 
-    def __init__(self, images: Images, size: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, images: Images, size: int, *, cutout: int = 0) -> None:
         frame = (0, 0, _PADDING, _PADDING, _PADDING, _PADDING)
         self.x = torch.nn.functional.pad(images.x, frame)
-        self.y, self.size, self.dtype = images.y, size, dtype
+        self.y, self.size, self.cutout = images.y, size, cutout
         self.height, self.width = images.x.shape[1:3]
         device = images.x.device
         self.per_epoch = len(images) // size
@@ -160,7 +162,17 @@ class Batches:
         across = torch.arange(self.width, device=device)
         columns = shift[1] + torch.where(flip, self.width - 1 - across, across)
         images = self.x[pick[:, None, None], rows[:, :, None], columns[:, None, :]]
-        return normalised(images, self.scale).to(self.dtype), self.y[pick]
+        images = normalised(images, self.scale)
+        if self.cutout:
+            far = [self._far(length)[..., None] for length in (self.height, self.width)]
+            images = images * (far[0] | far[1].mT)[:, None]
+        return images, self.y[pick]
+
+    def _far(self, length: int) -> Tensor:
+        """For each image the places that the square does not reach, along one axis."""
+        along = torch.arange(length, device=self.order.device)
+        centre = torch.randint(0, length, (self.size, 1), device=self.order.device)
+        return (along - centre + self.cutout // 2) % (2 * length) >= self.cutout
 
 
 def _scale(device: torch.device) -> tuple[Tensor, Tensor]:

@@ -46,6 +46,7 @@ class Recipe:
     nesterov: bool = True
     weight_decay: float = 5e-4
     label_smoothing: float = 0.0
+    cutout: int = 0  # pixels of a square that is blank in every image
     schedule: Schedule = Schedule()
     compact: str | None = "auto"
     compiled: bool = False  # torch.compile

@@ -46,7 +46,7 @@ class Run:
         out.mkdir(parents=True, exist_ok=True)
         torch.manual_seed(recipe.seed)
         torch.backends.cudnn.benchmark = True
-        self.batches = Batches(self.data.train, recipe.batch)
+        self.batches = Batches(self.data.train, recipe.batch, cutout=recipe.cutout)
 
     def fresh(self) -> nn.Module:
         model: Any = NETWORKS[self.recipe.network]().to(self.device)
