@@ -1,9 +1,9 @@
-"""Claim: 200 epochs of ResNet-56 on CIFAR-10 take about 4 minutes on one H200.
+"""To be shown, not measured yet: 200 epochs of ResNet-56 on CIFAR-10 take 4 minutes on one H200.
 
 Seconds of an epoch as `polarprune train` makes it (crops and flips drawn on the device, the whole
 step captured in a CUDA graph), on 50,000 random images: the plain network, the one that is pruned,
 and that with a teacher; with and without torch.compile; and several trainings at once, each in a
-process of its own (with NVIDIA's multi-process service, kernels of several fill the GPU better).
+process of its own (NVIDIA's multi-process service should let kernels of several share the GPU).
 The first epoch, in which code is compiled and captured, does not count. Merged into epochs.json
 beside this file:
 

@@ -8,8 +8,8 @@ CUDA graph, both anew after each compact(), which takes as long as a thousand st
 short to be typical. So shapes change when they would in a long one, and the ratio is worked out for
 90 epochs of ImageNet: as many steps as measured in between, and once what came beside them (looks
 at the budget, proofs, compiling, capturing; `beside`, in seconds: 26 with torch's cache of compiled
-code, 169 without, which is under 1 % of 90 epochs). Plain steps are all alike: on the GPU one is
-taken for every five of the others.
+code; a run before it, without, took 169, which is under 1 % of 90 epochs). Plain steps are all
+alike: on the GPU one is taken for every five of the others.
 
 Random images have nothing to say about which channels matter, so the dearest ones go: the first two
 stages, where most of the time is spent. Real images keep more of them. What half of the MACs saves

@@ -155,8 +155,8 @@ def test_the_command_line_takes_a_method(tmp_path: Path) -> None:
     assert "there is no method 'slim'. Methods: gdp, magnitude," in " ".join(done.output.split())
 
 
-@pytest.mark.skipif(INSTALLED, reason="it is installed")
-def test_what_is_not_installed_is_named() -> None:
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_pruning", None)
     with pytest.raises(pp.PruneError, match=r"pip install polarprune\[controls\]"):
         control(METHODS["torch-pruning"], Tiny())
 
