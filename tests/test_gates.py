@@ -231,3 +231,42 @@ def test_a_gate_can_stand_on_any_axis() -> None:
     last.load_state_dict(gate.state_dict())
     assert last(x)[..., 0].abs().sum() == 0
     assert torch.allclose(last(x)[..., 1], torch.tensor(1 / 1.1))
+
+
+# --- at equal speed -------------------------------------------------------------------------------
+
+
+def slopes_and_values(limits: dict[str, float]) -> tuple[pp.Pruner, Tensor, list[Tensor]]:
+    torch.manual_seed(1)
+    model = digits_resnet().double()
+    pruner = pp.Pruner(model, torch.randn(2, 1, 8, 8).double(), steps=8, **limits)  # type: ignore[arg-type]
+    x = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(2)).double()
+    out = model.eval()(x)
+    out.square().sum().backward()
+    return pruner, out.detach(), [gate.alpha.grad for gate in pruner.gates.values()]  # type: ignore[misc]
+
+
+def test_with_a_budget_gates_give_the_same_values_and_gradients_over_the_price() -> None:
+    _, plain_out, plain_slopes = slopes_and_values({"lam": 1.0})
+    pruner, out, slopes = slopes_and_values({"macs": 0.5})
+    assert torch.equal(out, plain_out)
+    n, part = pruner.graph.cost.full, pruner.graph.cost.parts["macs"]
+    prices = part.q @ n + part.b
+    assert prices.max() > 2 * prices.min()
+    ratios = torch.stack([
+        (mine / other).mean() for mine, other in zip(slopes, plain_slopes, strict=True)
+    ])  # fmt: skip
+    for mine, other, ratio in zip(slopes, plain_slopes, ratios, strict=True):
+        torch.testing.assert_close(mine, other * ratio)
+    torch.testing.assert_close(ratios * prices, (ratios * prices)[:1].expand(len(prices)))
+
+
+def test_the_weights_learn_the_same_at_any_speed() -> None:
+    found = []
+    for limits in ({"lam": 1.0}, {"macs": 0.5}):
+        pruner, _, _ = slopes_and_values(limits)
+        mine = {id(gate.alpha) for gate in pruner.gates.values()}
+        found.append([p.grad for p in pruner.model.parameters() if id(p) not in mine])
+    for one, other in zip(*found, strict=True):
+        assert one is not None and other is not None
+        torch.testing.assert_close(one, other)

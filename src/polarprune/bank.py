@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from .gates import Gate, GatedWeight, gate_slope, gate_value
+from .gates import Gate, GatedWeight, at_speed, gate_slope, gate_value
 from .surgery import drop_hooks
 
 LIMIT = 2**24  # elements of weights: larger networks compute longer than they launch
@@ -60,7 +60,9 @@ class Bank:
             self._layout = Layout(weights, self.parts, self.gates)
         alphas = [gate.alpha for gate in self.gates]
         eps = torch.stack([gate.eps for gate in self.gates])
-        self.ready = _Multiply.apply(self._layout, eps, *alphas, *weights)  # type: ignore[no-untyped-call]
+        speeds = [gate.speed for gate in self.gates if gate.speed is not None]
+        speed = torch.stack(speeds) if speeds else torch.ones_like(eps)
+        self.ready = _Multiply.apply(self._layout, eps, speed, *alphas, *weights)  # type: ignore[no-untyped-call]
         self.weights, self.learns, self.running = weights, torch.is_grad_enabled(), True
 
     def end(self) -> None:
@@ -191,10 +193,13 @@ class _Multiply(torch.autograd.Function):
     """Weights times gates. Nothing is kept that a first backward pass would free for a second."""
 
     @staticmethod
-    def forward(ctx: Any, layout: Layout, eps: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, layout: Layout, eps: Tensor, speed: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         count = len(layout.sizes)
         alphas, weights = list(tensors[:count]), list(tensors[count:])
-        ctx.layout, ctx.eps, ctx.alphas, ctx.weights = layout, eps, alphas, weights
+        ctx.layout, ctx.eps, ctx.speed = layout, eps, speed
+        ctx.alphas, ctx.weights = alphas, weights
         ctx.versions = [tensor._version for tensor in tensors]
         ctx.set_materialize_grads(False)
         values = gate_value(torch.cat(alphas), eps[layout.owner]).to(weights[0].dtype)
@@ -211,8 +216,9 @@ class _Multiply(torch.autograd.Function):
                     "a weight or a gate that a gradient needs was changed in place between the "
                     "forward and the backward pass"
                 )
-        flat, eps = torch.cat(ctx.alphas), ctx.eps[layout.owner]
-        factors = layout.spread(gate_value(flat, eps).to(ctx.weights[0].dtype))
+        flat, eps, speed = torch.cat(ctx.alphas), ctx.eps[layout.owner], ctx.speed[layout.owner]
+        values = at_speed(gate_value(flat, eps), speed)  # has gradients itself in a second pass
+        factors = layout.spread(values.to(ctx.weights[0].dtype))
         mine = [layout.like(slot, grads[slot]) for slot in used]
         scaled = torch._foreach_mul(mine, [factors[slot] for slot in used])
         made = torch._foreach_mul(mine, [ctx.weights[slot] for slot in used])
@@ -221,13 +227,14 @@ class _Multiply(torch.autograd.Function):
             products[slot] if slot in products else torch.zeros_like(weight)
             for slot, weight in enumerate(ctx.weights)
         ])  # fmt: skip
-        slopes = (summed.to(flat.dtype) * gate_slope(flat, eps)).split(layout.sizes)
+        slopes = gate_slope(flat, eps) * speed
+        pulls = (summed.to(flat.dtype) * slopes).split(layout.sizes)
         found: list[Tensor | None] = [None] * len(tensors)
         for gate in read:
-            found[gate] = slopes[gate]
+            found[gate] = pulls[gate]
         for slot, grad in zip(used, scaled, strict=True):
             found[len(ctx.alphas) + slot] = grad
-        return (None, None, *found)
+        return (None, None, None, *found)
 
 
 def _flat(tensor: Tensor) -> Tensor:

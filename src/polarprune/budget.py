@@ -23,6 +23,7 @@ from .errors import PruneError
 from .groups import WHOLE, Graph
 
 _MARGIN = 0.05  # aims a little beyond zero, or α would creep towards it for ever
+_FASTEST = 10.0  # channels that cost next to nothing do not have to go at the same speed
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,21 @@ class Budget:
         narrow = sizes < self.multiple  # cannot be a multiple at all: whole, or nothing
         self.multiple = torch.where(narrow, sizes, self.multiple)
         self.minimum = torch.where(narrow, sizes * (self.minimum > 0), self.minimum)
+        self.speed = torch.ones(len(groups), dtype=torch.float64)
+
+    def even_speed(self) -> Tensor:
+        """Factors of the groups' rates, so that all take the same time to close.
+
+        α_l takes its steps, those of the loss and the proximal one, with a rate divided by its
+        price at the start: the balance of loss against λ · price is the same, but dear channels do
+        not come to it before the others have said anything.
+        """
+        with torch.device("cpu"):
+            n = self.cost.full
+            q, b = self.combined(n)
+            price = q @ n + b
+            mean = (price * n).sum() / n.sum()
+            return mean / price.clamp_min(mean / _FASTEST)
 
     def add(self, key: str, part: Part) -> None:
         """Another resource, which the limits speak of."""
@@ -78,14 +94,15 @@ class Budget:
         return {key: gap / total for key, gap in gaps.items()}
 
     def combined(self, n: Tensor) -> tuple[Tensor, Tensor]:
-        """Q and b of the weighted, normalised resources: the prices that the gates feel."""
+        """Q and b of the weighted, normalised resources, times the speed of each group: the prices
+        that the gates feel."""
         q = torch.zeros_like(self.cost.parts["macs"].q)
         b = torch.zeros_like(self.cost.parts["macs"].b)
         for key, weight in self.weights(n).items():
             own_q, own_b = self.cost.parts[key].linear(n)
             q = q + own_q * (weight / self.whole[key])
             b = b + own_b * (weight / self.whole[key])
-        return q, b
+        return q * self.speed[:, None], b * self.speed
 
     def check_reachable(self) -> None:
         """Refuse a budget that no choice of widths can meet."""

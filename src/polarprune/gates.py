@@ -28,6 +28,12 @@ def gate_slope(alpha: Tensor, eps: Tensor | float) -> Tensor:
     return 2 * alpha * eps / (alpha * alpha + eps) ** 2
 
 
+def at_speed(values: Tensor, speed: Tensor) -> Tensor:
+    """The same numbers, their gradient times `speed`."""
+    still = values.detach()
+    return still + speed * (values - still)
+
+
 class Gate(nn.Module):
     """One gate vector: α is learned, ε is set from outside. Multiplies the channels of its input.
 
@@ -42,16 +48,19 @@ class Gate(nn.Module):
     is_gate = True
     alpha: nn.Parameter
     eps: Tensor
+    speed: Tensor | None  # a factor of α's gradient, where not all gates are to move alike
 
     def __init__(self, size: int, axis: int = 1, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.axis = axis
         self.alpha = nn.Parameter(torch.full((size,), ALPHA_START, dtype=dtype))
         self.register_buffer("eps", torch.tensor(EPS_START, dtype=dtype))
+        self.register_buffer("speed", None, persistent=False)
 
     def values(self) -> Tensor:
         """The gates, between 0 and 1."""
-        return gate_value(self.alpha, self.eps)
+        values = gate_value(self.alpha, self.eps)
+        return values if self.speed is None else at_speed(values, self.speed)
 
     def forward(self, x: Tensor) -> Tensor:
         shape = [1] * x.dim()

@@ -90,6 +90,8 @@ class Pruner:
         self._bare = skeleton(model)
         self._present = torch.ones(self.graph.units, dtype=torch.bool, device="cpu")
         self.gates: dict[str, Gate] = install(model, self.graph)
+        if limits:
+            self._set_speed(self.budget.even_speed())
         self._stepper = Stepper(self.gates, self.budget.owner, schedule, steps)
         self.step_count = 0
         self.landed = False
@@ -233,6 +235,11 @@ class Pruner:
         self._record(alpha, n)
         if self._compacts and self.step_count < self.steps and self._pays():
             self.compact()
+
+    def _set_speed(self, speed: Tensor) -> None:
+        self.budget.speed = speed
+        for gate, own in zip(self.gates.values(), speed, strict=True):
+            gate.speed = own.to(gate.eps)
 
     def _aim(self, alpha: Tensor, n: Tensor) -> None:
         """Set the rate, which entries it pulls at, and which of these may reach zero."""
@@ -453,6 +460,7 @@ class Pruner:
             "alpha": dict(zip(self.gates, self._flat().split(self._sizes()), strict=True)),
             "present": self._present.clone(),
             "compacted": self._compacted,
+            "speed": self.budget.speed,
             "stepper": self._stepper.state(),
             "history": copy.deepcopy(self.history),
             **({"latency": self._watch.state()} if self._watch else {}),
@@ -481,6 +489,8 @@ class Pruner:
         self._compacted = state["compacted"]
         self._stepper.put(torch.cat(list(state["alpha"].values())))
         self._stepper.load(state["stepper"])
+        if self.limits:
+            self._set_speed(state["speed"].cpu())
         if self._watch is not None:
             self._watch.load(state["latency"])
 
