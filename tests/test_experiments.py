@@ -234,8 +234,9 @@ def test_rates() -> None:
 
 
 def test_numbers_of_a_recipe_may_be_changed() -> None:
-    found = recipe("resnet56", epochs=7, seed=None, **{"schedule.done": 0.4})
-    assert (found.epochs, found.seed, found.schedule.done) == (7, 0, 0.4)
+    found = recipe("resnet56", epochs=7, compact="auto", **{"schedule.done": 0.4})
+    assert (found.epochs, found.compact, found.schedule.done) == (7, "auto", 0.4)
+    assert recipe("resnet56", compact=None).compact is None
     with pytest.raises(pp.PruneError, match="has no 'epoch'"):
         recipe("resnet56", epoch=7)
     with pytest.raises(pp.PruneError, match="there is no recipe 'resnet'"):

@@ -20,8 +20,8 @@ ORDER = [
     "errors", "standins", "tape", "recorder", "labels", "flow", "moves", "merges", "rules", "emit",
     "capture", "groups", "forming", "spine", "cost", "rewire", "blocks", "norms", "attention",
     "leftovers", "surgery", "proof", "trial", "look", "trace", "gates", "bank", "place", "compact",
-    "prox", "schedule", "stepper", "budget", "bench", "latency", "controls", "html", "report",
-    "pictures", "settings", "pruner", "checkpoint", "demo", "experiments", "cli",
+    "prox", "schedule", "stepper", "budget", "controller", "bench", "latency", "controls", "html",
+    "report", "pictures", "settings", "pruner", "checkpoint", "demo", "experiments", "cli",
 ]
 EXPERIMENTS = ["networks", "data", "recipes", "training", "run", "concrete", "methods"]
 # fmt: on

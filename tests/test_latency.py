@@ -183,7 +183,7 @@ def test_a_clock_that_changes_its_mind_is_followed(monkeypatch: pytest.MonkeyPat
     whole = sum_of(model)
     pruner = pp.Pruner(model, IMAGES, latency=0.6, steps=60)
     trained(pruner, 60)
-    assert 0.94 * 0.6 <= clock.total(pruner.export()) / whole <= 1.05 * 0.6
+    assert 0.92 * 0.6 <= clock.total(pruner.export()) / whole <= 1.05 * 0.6
 
 
 def test_several_budgets_hold_at_once(clock: Clock) -> None:

@@ -168,20 +168,6 @@ def test_where_it_settles_need_not_be_the_global_optimum() -> None:
         )
 
 
-@pytest.mark.parametrize("cap", [0.01, 0.1, 0.5])
-def test_no_entry_shrinks_by_more_than_the_cap(cap: float) -> None:
-    alpha, owner, q, b = problem(3)
-    moved = alpha - prox_l1(alpha, owner, q, b, 10.0, cap=cap)
-    assert float(moved.abs().max()) == pytest.approx(cap)
-    assert bool((moved.sign() * alpha.sign() >= 0).all())
-
-
-def test_a_cap_that_is_not_reached_changes_nothing() -> None:
-    alpha, owner, q, b = problem(3)
-    free = prox_l1(alpha, owner, q, b, 0.01, sweeps=2)
-    assert torch.equal(prox_l1(alpha, owner, q, b, 0.01, sweeps=2, cap=100.0), free)
-
-
 def steps_to_close(prox, start: float, beta: float, limit: int = 100) -> int:
     """How many steps, one after another, until an unopposed α is zero; `limit` if never."""
     owner, q = torch.tensor([0]), torch.zeros(1, 1, dtype=torch.float64)

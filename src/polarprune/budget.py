@@ -1,11 +1,4 @@
-"""The budget: which gates have to close for it, how fast, and which must not.
-
-R counts exact zeros, so it says nothing while α drifts from 1 to 0. The controller therefore looks
-at the drift itself: an entry of a group with price p closes after |α|/p units of λη. It sorts the
-live entries by that, and for several times ahead finds the entry that has to close for the cost to
-be on its path by then; λη is the smallest that brings each of them to zero in time. What would take
-the cost below the budget may not close; at the deadline the rest is closed in the same order, to
-the last affordable channel.
+"""The budget: what the limits are, what a channel costs, and which gates have to close for it.
 
 All of this runs on the host, on a copy of α, every few steps.
 """
@@ -22,7 +15,6 @@ from .cost import Cost, Part
 from .errors import PruneError
 from .groups import WHOLE, Graph
 
-_MARGIN = 0.05  # aims a little beyond zero, or α would creep towards it for ever
 _FASTEST = 10.0  # channels that cost next to nothing do not have to go at the same speed
 
 
@@ -32,7 +24,7 @@ class Blocks:
 
     group: Tensor
     count: Tensor
-    key: Tensor  # (|α| + margin) / price: the λη that closes it
+    key: Tensor  # effort / price, of the entry that takes most
     member: Tensor  # for every entry of α the block it is in, or -1 if it has to stay
 
 
@@ -125,18 +117,22 @@ class Budget:
     def widths(self, alpha: Tensor) -> Tensor:
         return torch.bincount(self.owner[alpha != 0], minlength=len(self.minimum)).double()
 
-    def blocks(self, alpha: Tensor) -> Blocks:
-        """Live entries in blocks; within a group the smallest go first."""
-        with torch.device("cpu"):
-            return self._sort(alpha)
+    def price(self, n: Tensor) -> Tensor:
+        """What one more channel of each group costs, as the gates feel it."""
+        q, b = self.combined(n)
+        return (q @ n + b).clamp_min(1e-12)
 
-    def _sort(self, alpha: Tensor) -> Blocks:
+    def blocks(self, alpha: Tensor, effort: Tensor | None = None) -> Blocks:
+        """Live entries in blocks, those first that take the least effort (by default |α|) for what
+        they save; within a group, the least effort."""
+        with torch.device("cpu"):
+            return self._sort(alpha, alpha.abs().double() if effort is None else effort)
+
+    def _sort(self, alpha: Tensor, effort: Tensor) -> Blocks:
         n = self.widths(alpha).long()
-        q, b = self.combined(n.double())
-        price = (q @ n.double() + b).clamp_min(1e-12)
-        magnitude = alpha.abs().double()
+        price = self.price(n.double())
         live = (alpha != 0).nonzero().flatten()
-        order = live[magnitude[live].argsort(stable=True)]
+        order = live[effort[live].argsort(stable=True)]
         order = order[self.owner[order].argsort(stable=True)]
         owner = self.owner[order]
         first = torch.cumsum(n, 0) - n
@@ -149,8 +145,8 @@ class Budget:
         identity = torch.stack([owner, number])[:, closes]
         found, inverse, count = identity.unique(dim=1, return_inverse=True, return_counts=True)
         top = torch.zeros(found.shape[1], dtype=torch.float64)
-        top = top.scatter_reduce(0, inverse, magnitude[order[closes]], "amax", include_self=False)
-        key = (top + _MARGIN) / price[found[0]]
+        top = top.scatter_reduce(0, inverse, effort[order[closes]], "amax", include_self=False)
+        key = top / price[found[0]]
         ranking = key.argsort(stable=True)
         place = torch.empty_like(ranking)
         place[ranking] = torch.arange(len(ranking))
@@ -174,22 +170,22 @@ class Budget:
                 low = middle + 1
         return low
 
-    def land(self, alpha: Tensor) -> Tensor:
+    def land(self, alpha: Tensor, effort: Tensor | None = None) -> Tensor:
         """Close what is still needed, in order, as close to the budget as channels allow."""
         alpha = alpha.clone()
-        self.even_out(alpha)
+        self.even_out(alpha, effort)
         while float(self.excess(self.widths(alpha))) > 0:
-            blocks = self.blocks(alpha)
+            blocks = self.blocks(alpha, effort)
             if not len(blocks.group):
                 raise PruneError("the budget cannot be met with the gates that are left")
             for block in self._affordable(self.widths(alpha), blocks):
                 alpha[blocks.member == block] = 0
         return alpha
 
-    def even_out(self, alpha: Tensor) -> None:
-        """Widths that are not yet a multiple lose their smallest entries."""
+    def even_out(self, alpha: Tensor, effort: Tensor | None = None) -> None:
+        """Widths that are not yet a multiple lose the entries that take the least effort."""
         n = self.widths(alpha).long()
-        blocks = self.blocks(alpha)
+        blocks = self.blocks(alpha, effort)
         for block in range(len(blocks.group)):
             group = blocks.group[block]
             if blocks.count[block] == n[group] % self.multiple[group]:

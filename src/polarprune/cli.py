@@ -145,7 +145,8 @@ def train(
 ) -> None:
     """Train a network, prune it to a budget while it trains on, and score what is left."""
     try:
-        wanted = recipe(network, seed=seed, **_changes(change or []))
+        own = {} if seed is None else {"seed": seed}
+        wanted = recipe(network, **_changes(change or []), **own)
         found = open_data(data)
         found = found.held_out(hold_out) if hold_out else found
         with _bar() as bar:

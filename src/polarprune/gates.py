@@ -28,6 +28,14 @@ def gate_slope(alpha: Tensor, eps: Tensor | float) -> Tensor:
     return 2 * alpha * eps / (alpha * alpha + eps) ** 2
 
 
+PEAK = 9 / (8 * 3**0.5)  # the slope is nowhere steeper than this / √ε
+
+
+def edge(eps: Tensor | float) -> Tensor | float:
+    """Where the slope is steepest, and the gate 1/4."""
+    return (eps / 3) ** 0.5
+
+
 def at_speed(values: Tensor, speed: Tensor) -> Tensor:
     """The same numbers, their gradient times `speed`."""
     still = values.detach()

@@ -286,10 +286,10 @@ class Stopwatch:
         lowest = self._modelled(self.budget.lowest_widths())
         self.part.scale *= min(1.0, 0.99 * self.limit / lowest)
 
-    def land(self, alpha: Tensor) -> Tensor:
+    def land(self, alpha: Tensor, effort: Tensor | None = None) -> Tensor:
         """Close what is needed; time it; again, until model and clock agree on what is left."""
         for _ in range(_TRIES):
-            landed = self.budget.land(alpha)
+            landed = self.budget.land(alpha, effort)
             n = self.budget.widths(landed)
             measured = self._timed(n)
             if abs(measured - self._modelled(n)) <= 0.015 * self.limit:

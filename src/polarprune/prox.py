@@ -40,7 +40,6 @@ def prox_l1(
     *,
     sweeps: int = 1,
     start: Tensor | None = None,
-    cap: float | None = None,
 ) -> Tensor:
     """Algorithm 1: each sweep holds the other groups' ℓ0 norms and relaxes its own to ℓ1.
 
@@ -51,7 +50,6 @@ def prox_l1(
         scale: s = η₁·λ.
         sweeps: N; the paper finds one enough.
         start: α¹, whose ℓ0 norms the first sweep uses; α̂ itself by default.
-        cap: no entry shrinks by more than this ("we smooth the shrinkage of α when necessary").
 
     >>> one, zero = torch.ones(1), torch.zeros(1, dtype=torch.long)
     >>> prox_l1(one, zero, torch.zeros(1, 1).double(), torch.ones(1).double(), 0.25)
@@ -60,8 +58,6 @@ def prox_l1(
     current = alpha if start is None else start
     for _ in range(sweeps):
         beta = scale * prices(widths(current, owner, len(b)), q, b)
-        if cap is not None:
-            beta = beta.clamp_max(cap)
         current = soft_threshold(alpha, beta.to(alpha.dtype)[owner])
     return current
 

@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from .budget import Budget
 from .compact import Pace, Rebuild, gates_in, plan_of, skeleton
+from .controller import Controller
 from .errors import PruneError
 from .flow import Rule
 from .gates import Gate, gate_value
@@ -95,7 +96,7 @@ class Pruner:
         self._stepper = Stepper(self.gates, self.budget.owner, schedule, steps)
         self.step_count = 0
         self.landed = False
-        self.rate = 0.0  # λη, the scale of the proximal step
+        self._controller = Controller(self.budget, schedule, steps, lam)
         self.history: list[dict[str, Any]] = []
         self.proof: dict[str, float] = {}
         self._optimizer: Optimizer | None = None
@@ -219,10 +220,11 @@ class Pruner:
     def _control(self) -> None:
         """Look at the gates: how fast they have to close, which may, and is it time to land."""
         alpha = self._flat().double().cpu()
+        self._controller.look(self.step_count, alpha)
         if self.limits and self.step_count >= self.schedule.deadline(self.steps):
             alpha = alpha if self.landed else self._land(alpha)
         elif self.lam is not None and self.step_count == self.steps:
-            self.budget.even_out(alpha)
+            self.budget.even_out(alpha, self._controller.effort())
             self._stepper.put(alpha)
         alpha = self._settle(alpha)
         n = self.budget.widths(alpha)
@@ -231,7 +233,12 @@ class Pruner:
         q, b = self.budget.combined(n)
         self._stepper.q.copy_(q)
         self._stepper.b.copy_(b)
-        self._aim(alpha, n)
+        idle = self.landed or self.step_count < self.schedule.begins(self.steps)
+        aim = self._controller.aim(alpha, n, idle=idle)
+        for name, value in aim._asdict().items():
+            getattr(self._stepper, name).copy_(value)
+        if self.lam is None:
+            self._stepper.scale.fill_(self._controller.rate)
         self._record(alpha, n)
         if self._compacts and self.step_count < self.steps and self._pays():
             self.compact()
@@ -240,26 +247,6 @@ class Pruner:
         self.budget.speed = speed
         for gate, own in zip(self.gates.values(), speed, strict=True):
             gate.speed = own.to(gate.eps)
-
-    def _aim(self, alpha: Tensor, n: Tensor) -> None:
-        """Set the rate, which entries it pulls at, and which of these may reach zero."""
-        blocks = self.budget.blocks(alpha)
-        usable = len(blocks.group)
-        if self.landed or self.step_count < self.schedule.begins(self.steps):
-            usable, self.rate = 0, 0.0
-        elif self.lam is None:
-            first = float(self.budget.excess(self.graph.cost.full))
-            self.rate = 0.0
-            for ahead in self.schedule.ahead(self.step_count, self.steps):
-                target = first * self.schedule.path(self.step_count + ahead, self.steps)
-                k = self.budget.needed(n, blocks, target)
-                self.rate = max(self.rate, float(blocks.key[k - 1]) / ahead if k else 0.0)
-            usable = max(0, self.budget.needed(n, blocks, 0.0) - 1)
-        closable = (blocks.member >= 0) & (blocks.member < usable)
-        self._stepper.closable.copy_(closable)
-        self._stepper.pulled.copy_(closable if usable == 0 else blocks.member >= 0)
-        if self.lam is None:
-            self._stepper.scale.fill_(self.rate)
 
     def _settle(self, alpha: Tensor) -> Tensor:
         """Close what is read only by layers of which nothing is left: it has lost its meaning."""
@@ -270,7 +257,7 @@ class Pruner:
         return alpha
 
     def _land(self, alpha: Tensor) -> Tensor:
-        alpha = (self._watch or self.budget).land(alpha)
+        alpha = (self._watch or self.budget).land(alpha, self._controller.effort())
         self._stepper.put(alpha)
         self.landed = True
         return alpha
@@ -288,6 +275,7 @@ class Pruner:
         values = gate_value(alpha, self.schedule.eps(self.step_count, self.steps))
         share = self.graph.cost.share(n)
         lr = float(self._gate_lr())
+        lam = self._controller.rate / lr if lr else 0.0
         self.history.append(
             {
                 "step": self.step_count,
@@ -295,7 +283,7 @@ class Pruner:
                 "closed": int((alpha == 0).sum()),
                 "between": int(((values > 0) & (values <= 0.5)).sum()),
                 "eps": self.schedule.eps(self.step_count, self.steps),
-                "lam": self.lam if self.lam is not None else self.rate / lr if lr else 0.0,
+                "lam": lam if self.lam is None else self.lam,
                 "histogram": torch.histc(values, _BINS, 0, 1).int().tolist(),
             }
         )
@@ -456,7 +444,7 @@ class Pruner:
             "settings": self._settings(),
             "step": self.step_count,
             "landed": self.landed,
-            "rate": self.rate,
+            "controller": self._controller.state(),
             "alpha": dict(zip(self.gates, self._flat().split(self._sizes()), strict=True)),
             "present": self._present.clone(),
             "compacted": self._compacted,
@@ -484,7 +472,8 @@ class Pruner:
                 f"has {self._settings()}; build it with the same settings."
             )
         self.step_count, self.landed = state["step"], state["landed"]
-        self.rate, self.history = state["rate"], copy.deepcopy(state["history"])
+        self.history = copy.deepcopy(state["history"])
+        self._controller.load(state["controller"])
         self._take_out(Rebuild(self._bare, self.graph, self._present, present), self._optimizer)
         self._compacted = state["compacted"]
         self._stepper.put(torch.cat(list(state["alpha"].values())))

@@ -24,7 +24,7 @@ class Schedule:
     done: float = 0.5
     reaction: float = 0.01  # the shortest time, as a fraction, in which λ makes up for a delay
     sweeps: int = 1  # N of Algorithm 1
-    max_shrink: float = 10.0  # of α in one step, times the steps: closing takes a tenth of them
+    max_shrink: float = 10.0  # of α in one step (growth too), times the steps
     floor: float = 1e-3  # a live |α| is never smaller, so that at the end its gate is above 0.95
     gate_lr: float = 0.1  # of the weights' rate
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .gates import Gate
+from .gates import Gate, edge
 from .prox import prox_l1
 from .schedule import Schedule
 
@@ -34,6 +34,7 @@ class Stepper:
         self.live = torch.ones(len(owner), dtype=torch.bool)
         self.pulled = torch.zeros_like(self.live)  # shrink
         self.closable = torch.zeros_like(self.live)  # may shrink to nothing
+        self.before = torch.ones(len(owner), dtype=next(iter(gates.values())).alpha.dtype)
         self.alphas: list[nn.Parameter] = [gate.alpha for gate in gates.values()]
         self._first = next(iter(gates.values()))
         self._eps: list[Tensor] = []
@@ -64,6 +65,7 @@ class Stepper:
     def put(self, alpha: Tensor) -> None:
         alpha = alpha.to(self.alphas[0])
         self.live.copy_(alpha != 0)
+        self.before.copy_(alpha)
         left = alpha if self.places is None else alpha[self.places]
         pieces = left.split([part.numel() for part in self.alphas])
         torch._foreach_copy_(list[Tensor](self.alphas), list(pieces))
@@ -78,12 +80,14 @@ class Stepper:
             self.b,
             self.scale,
             sweeps=self.schedule.sweeps,
-            cap=self.schedule.cap(self.steps),
         )
         alpha = torch.where(self.pulled, shrunk, alpha)
-        least = torch.full_like(alpha, self.schedule.floor).copysign(alpha) * self.live
-        least = least.masked_fill(self.closable, 0.0)
-        self.put(torch.where(alpha.abs() < self.schedule.floor, least, alpha))
+        cap = self.schedule.cap(self.steps)
+        alpha = self.before + (alpha - self.before).clamp(-cap, cap)
+        waits = torch.minimum(edge(self._eps[0]), self.before.abs())  # type: ignore[arg-type]
+        least = waits.clamp_min(self.schedule.floor).masked_fill(self.closable, self.schedule.floor)
+        stays = (least * ~self.closable * self.live).copysign(alpha)
+        self.put(torch.where(alpha.abs() < least, stays, alpha))
         self.count += 1
         self._decay()
 

@@ -48,7 +48,7 @@ class Recipe:
     label_smoothing: float = 0.0
     cutout: int = 0  # pixels of a square that is blank in every image
     schedule: Schedule = Schedule()
-    compact: str | None = "auto"
+    compact: str | None = None  # "auto": closed channels are taken out on the way
     compiled: bool = False  # torch.compile
     distill: float = 0.0  # share of the loss that is the baseline's opinion
     temperature: float = 4.0
@@ -82,9 +82,9 @@ def _paper(network: str) -> Recipe:
 
 
 RECIPES = {
-    "resnet56": Recipe("resnet56", distill=0.9),
-    "vgg16": Recipe("vgg16", baseline_lr=0.1, lr=0.1, distill=0.9),
-    "mobilenetv2": Recipe("mobilenetv2", distill=0.9),
+    "resnet56": Recipe("resnet56", distill=0.9, cutout=8),
+    "vgg16": Recipe("vgg16", baseline_lr=0.1, lr=0.1, distill=0.9, cutout=16),
+    "mobilenetv2": Recipe("mobilenetv2", distill=0.9, cutout=16),
     "resnet20": Recipe("resnet20"),
     **{f"{name}-paper": _paper(name) for name in ("resnet56", "vgg16", "mobilenetv2")},
 }
@@ -96,8 +96,7 @@ def recipe(name: str, **changes: Any) -> Recipe:
         raise PruneError(f"there is no recipe {name!r}. Recipes: {', '.join(RECIPES)}.")
     found = RECIPES[name]
     for key, value in changes.items():
-        if value is not None:
-            found = _changed(found, key, value)
+        found = _changed(found, key, value)
     return found
 
 
