@@ -142,10 +142,12 @@ class Budget:
         number = torch.div(rank + shift[owner], self.multiple[owner], rounding_mode="floor")
         may = n[owner] - self.minimum[owner]
         closes = rank < may
+        scarce = self.cost.full[owner] / (n[owner] - rank)  # the fewer are left, the dearer
         identity = torch.stack([owner, number])[:, closes]
         found, inverse, count = identity.unique(dim=1, return_inverse=True, return_counts=True)
         top = torch.zeros(found.shape[1], dtype=torch.float64)
-        top = top.scatter_reduce(0, inverse, effort[order[closes]], "amax", include_self=False)
+        felt = (effort[order] * scarce)[closes]
+        top = top.scatter_reduce(0, inverse, felt, "amax", include_self=False)
         key = top / price[found[0]]
         ranking = key.argsort(stable=True)
         place = torch.empty_like(ranking)
