@@ -47,9 +47,9 @@ def shrinking() -> list[str]:
         "many plain steps, and the same for the last tenth of the steps; one run. Beside: the "
         "seconds of it that did not go into steps, but into looks at the budget, proofs, compiling "
         "and capturing; 90 epochs: the ratio with the same steps, and once what came beside them, "
-        "for a training of that length on ImageNet. On random images the dearest channels go, in "
-        "the first stages, where most of the time is spent; real ones keep more of these "
-        "([shrinking.py](../benchmarks/shrinking.py)).",
+        "for a training of that length on ImageNet. Measured when the dearest channels still went "
+        "first where images are random: in the first stages, where most of the time is spent. Now "
+        "such a run thins all groups evenly ([shrinking.py](../benchmarks/shrinking.py)).",
         "",
         "| network | batch | steps | plain (s) | pruned | last tenth | beside (s) | 90 epochs | "
         "MACs left | machine |",

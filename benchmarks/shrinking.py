@@ -11,8 +11,9 @@ at the budget, proofs, compiling, capturing; `beside`, in seconds: 26 with torch
 code; a run before it, without, took 169, which is under 1 % of 90 epochs). Plain steps are all
 alike: on the GPU one is taken for every five of the others.
 
-Random images have nothing to say about which channels matter, so the dearest ones go: the first two
-stages, where most of the time is spent. Real images keep more of them. What half of the MACs saves
+Random images have nothing to say about which channels matter. When the stored rows were measured,
+the dearest ones went first then: the first two stages, where most of the time is spent. Now all
+groups are thinned evenly; the rows are to be measured again. What half of the MACs saves
 where every layer loses the same share is in exported.json. Writes shrinking.json beside this file:
 
     python benchmarks/shrinking.py           # what this machine has
