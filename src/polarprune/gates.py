@@ -6,7 +6,7 @@ gradient. As ε decays, every other gate tends to 1.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from .norms import weight_of
 from .surgery import spread
 
 ALPHA_START, EPS_START = 1.0, 0.1
+Number = TypeVar("Number", Tensor, float)
 
 
 def gate_value(alpha: Tensor, eps: Tensor | float) -> Tensor:
@@ -31,9 +32,9 @@ def gate_slope(alpha: Tensor, eps: Tensor | float) -> Tensor:
 PEAK = 9 / (8 * 3**0.5)  # the slope is nowhere steeper than this / √ε
 
 
-def edge(eps: Tensor | float) -> Tensor | float:
+def edge(eps: Number) -> Number:
     """Where the slope is steepest, and the gate 1/4."""
-    return (eps / 3) ** 0.5
+    return eps**0.5 / 3**0.5  # type: ignore[no-any-return]
 
 
 def at_speed(values: Tensor, speed: Tensor) -> Tensor:

@@ -34,9 +34,9 @@ class Stepper:
         self.live = torch.ones(len(owner), dtype=torch.bool)
         self.pulled = torch.zeros_like(self.live)  # shrink
         self.closable = torch.zeros_like(self.live)  # may shrink to nothing
-        self.before = torch.ones(len(owner), dtype=next(iter(gates.values())).alpha.dtype)
         self.alphas: list[nn.Parameter] = [gate.alpha for gate in gates.values()]
         self._first = next(iter(gates.values()))
+        self.before = torch.ones(len(owner), dtype=self._first.alpha.dtype)  # this step
         self._eps: list[Tensor] = []
         self.follow()
 
@@ -84,7 +84,7 @@ class Stepper:
         alpha = torch.where(self.pulled, shrunk, alpha)
         cap = self.schedule.cap(self.steps)
         alpha = self.before + (alpha - self.before).clamp(-cap, cap)
-        waits = torch.minimum(edge(self._eps[0]), self.before.abs())  # type: ignore[arg-type]
+        waits = torch.minimum(edge(self._eps[0]), self.before.abs())  # until it is closable
         least = waits.clamp_min(self.schedule.floor).masked_fill(self.closable, self.schedule.floor)
         stays = (least * ~self.closable * self.live).copysign(alpha)
         self.put(torch.where(alpha.abs() < least, stays, alpha))
