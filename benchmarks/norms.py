@@ -27,7 +27,6 @@ SEEDS = (0, 1, 2)
 BUDGETS = (0.5, 0.35)
 EPOCHS = (10, 30)  # a short training and a long one
 BATCH, RATE, DECAY = 32, 2e-3, 0.05
-GATES = pp.Schedule(gate_lr=10)  # times RATE: Adam's steps are as long as its rate
 TURNS, WARM_UP = 40, 5
 
 
@@ -69,7 +68,7 @@ def prepare(
 ) -> tuple[torch.optim.Optimizer, pp.Pruner | None]:
     if budget is None:
         return torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY), None
-    pruner = pp.Pruner(model, x, macs=budget, steps=steps, norms=norms, schedule=GATES)
+    pruner = pp.Pruner(model, x, macs=budget, steps=steps, norms=norms)
     optimizer = torch.optim.AdamW(pruner.param_groups(lr=RATE, weight_decay=DECAY))
     pruner.attach(optimizer)
     return optimizer, pruner

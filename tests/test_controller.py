@@ -111,6 +111,60 @@ def test_no_gate_moves_by_more_than_the_cap_in_one_step_whatever_pushes_it() -> 
         assert cap / 2 < float(moved) <= cap * (1 + 1e-4)
 
 
+def moved_by_the_loss(rate: float, **aim: float) -> tuple[pp.Pruner, float]:
+    """How far the gates went in a hundred steps that push at them, at this rate, each its way."""
+    torch.manual_seed(1)
+    pruner = pp.Pruner(
+        resnet20(16), torch.randn(2, 3, 16, 16), steps=STEPS, **(aim or {"macs": BUDGET})
+    )  # type: ignore[arg-type]
+    pushes = torch.randn(pruner.graph.units).split(
+        [len(gate.alpha) for gate in pruner.gates.values()]
+    )
+    pruner.param_groups(lr=1.0)
+    before = pruner._flat()
+    for _ in range(100):
+        with torch.no_grad():
+            for gate, push in zip(pruner.gates.values(), pushes, strict=True):
+                gate.alpha += rate * push
+        pruner.step()
+    moved = pruner._flat() - before
+    assert float(torch.corrcoef(torch.stack([moved, torch.cat(pushes)]))[0, 1]) > 0.8
+    return pruner, float(moved.std())
+
+
+def test_the_loss_has_its_say_at_any_rate_the_gates_learn_at() -> None:
+    """A small rate must not leave the choice of channels to their price alone."""
+    cap = fresh().schedule.cap(STEPS)
+    (slow, at_slow), (quick, at_quick) = (moved_by_the_loss(rate * cap) for rate in (0.01, 0.5))
+    assert at_slow == pytest.approx(at_quick, rel=0.05)
+    assert 0.3 * 100 * cap < at_slow < 100 * cap
+    assert float(slow._stepper.pace) == pytest.approx(float(quick._stepper.pace) / 50, rel=0.05)
+
+
+def test_where_the_strength_is_given_steps_are_as_long_as_the_optimizer_makes_them() -> None:
+    cap = fresh().schedule.cap(STEPS)
+    (slow, at_slow), (_, at_quick) = (
+        moved_by_the_loss(rate * cap, lam=1e-12) for rate in (0.01, 0.5)
+    )
+    assert at_quick == pytest.approx(50 * at_slow, rel=0.1)
+    assert float(slow._stepper.pace) == 0
+
+
+def test_after_the_deadline_steps_are_as_long_as_the_optimizer_makes_them() -> None:
+    pruner = fresh(200)
+    for _ in range(150):
+        pruner.step()
+    live = pruner._flat() != 0
+    before = pruner._flat()
+    with torch.no_grad():
+        for gate in pruner.gates.values():
+            gate.alpha += 1e-6
+    pruner.step()
+    moved = (pruner._flat() - before)[live & (before.abs() > 0.1)]
+    assert len(moved) > 0
+    assert float(moved.max()) < 2e-6
+
+
 def test_a_resumed_run_goes_on_exactly() -> None:
     first, steps = fresh(200), 200
     gains = torch.exp(torch.randn(first.graph.units)) * 30 / steps

@@ -93,7 +93,9 @@ class Pruner:
         self.gates: dict[str, Gate] = install(model, self.graph)
         if limits:
             self._set_speed(self.budget.even_speed())
-        self._stepper = Stepper(self.gates, self.budget.owner, schedule, steps)
+        self._stepper = Stepper(
+            self.gates, self.budget.owner, schedule, steps, lengthen=lam is None
+        )
         self.step_count = 0
         self.landed = False
         self._controller = Controller(self.budget, schedule, steps, lam)

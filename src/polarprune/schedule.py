@@ -26,7 +26,7 @@ class Schedule:
     sweeps: int = 1  # N of Algorithm 1
     max_shrink: float = 10.0  # of α in one step (growth too), times the steps
     floor: float = 1e-3  # a live |α| is never smaller, so that at the end its gate is above 0.95
-    gate_lr: float = 0.1  # of the weights' rate; with Adam, about 20 / (that rate · steps)
+    gate_lr: float = 0.1  # of the weights' rate
 
     def __post_init__(self) -> None:
         problems = [

@@ -16,19 +16,29 @@ from .gates import Gate, edge
 from .prox import prox_l1
 from .schedule import Schedule
 
+_LONGEST = 1000.0  # times as long as the optimizer makes them, steps of gates may become
+
 
 class Stepper:
     """All gates as one vector, of the length they had at first: what was taken out is closed."""
 
     def __init__(
-        self, gates: dict[str, Gate], owner: Tensor, schedule: Schedule, steps: int
+        self,
+        gates: dict[str, Gate],
+        owner: Tensor,
+        schedule: Schedule,
+        steps: int,
+        *,
+        lengthen: bool,
     ) -> None:
         self.gates, self.schedule, self.steps = gates, schedule, steps
+        self.lengthen = lengthen
         self.places: Tensor | None = None  # of the gates that are left, once some were taken out
         groups = len(gates)
         self.owner = owner
         self.count = torch.zeros((), dtype=torch.float64)  # steps done
         self.scale = torch.zeros((), dtype=torch.float64)  # λη
+        self.pace = torch.zeros((), dtype=torch.float64)  # how far the loss moves a live gate
         self.q = torch.zeros(groups, groups, dtype=torch.float64)
         self.b = torch.zeros(groups, dtype=torch.float64)
         self.live = torch.ones(len(owner), dtype=torch.bool)
@@ -73,6 +83,8 @@ class Stepper:
     @torch.no_grad()
     def __call__(self) -> None:
         alpha = self.flat() * self.live  # momentum must not revive what is closed
+        if self.lengthen:
+            alpha = torch.where(self.pulled, self._lengthened(alpha), alpha)
         shrunk = prox_l1(
             alpha,
             self.owner,
@@ -91,6 +103,21 @@ class Stepper:
         self.count += 1
         self._decay()
 
+    def _lengthened(self, alpha: Tensor) -> Tensor:
+        """The loss moves the gates as far in a run as they may go, whatever rate they learn at.
+
+        Their steps are as long as the optimizer makes them: Adam's as long as its rate, SGD's as
+        long as the gradients are large. A pull of a fixed length would leave the loss no say in the
+        one case, and itself none in the other; so all steps are multiplied by one number that makes
+        them, on average over the gates and the last hundredth of the run, as long as the cap.
+        """
+        moved = alpha - self.before
+        length = moved.abs().sum().double() / self.live.sum().clamp_min(1)
+        memory = max(1, self.steps // 100)
+        self.pace += (length - self.pace) / (self.count + 1).clamp(max=memory)
+        times = self.schedule.cap(self.steps) / self.pace.clamp_min(1e-12)
+        return self.before + moved * times.clamp(1, _LONGEST).to(moved.dtype)
+
     def _decay(self) -> None:
         """ε = start · (end / start)^(t / steps), into the buffers of all gates."""
         ratio = math.log(self.schedule.eps_end / self.schedule.eps_start)
@@ -99,7 +126,7 @@ class Stepper:
         torch._foreach_copy_(self._eps, [eps] * len(self._eps))
 
     def state(self) -> dict[str, Any]:
-        names = ("count", "scale", "q", "b", "pulled", "closable")
+        names = ("count", "scale", "pace", "q", "b", "pulled", "closable")
         return {name: getattr(self, name).clone() for name in names}
 
     @torch.no_grad()
