@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import pickle
 import sys
@@ -15,13 +16,20 @@ from typer.testing import CliRunner
 
 import polarprune as pp
 from polarprune.cli import app
-from polarprune.experiments import networks
+from polarprune.experiments import methods, networks
 from polarprune.experiments.data import MEAN, STD, Batches, Data, Images, normalised, open_data
 from polarprune.experiments.methods import METHODS
 from polarprune.experiments.networks import VGG, MobileNetV2, ResNet
 from polarprune.experiments.recipes import RECIPES, Recipe, per_epoch, recipe
 from polarprune.experiments.run import Run, rebuilt
-from polarprune.experiments.training import Trainer, accuracy, predictions, recalibrate
+from polarprune.experiments.training import (
+    Trainer,
+    accuracy,
+    predictions,
+    recalibrate,
+    recalibrated,
+    scores,
+)
 from polarprune.proof import count_macs
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -277,6 +285,8 @@ def test_a_run_ends_on_its_budget_with_the_same_predictions(data: Data, tmp_path
     rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [row["stage"] for row in rows] == ["baseline"] * 3 + ["prune"] * 4 + ["tune"] * 2
     assert rows[6]["macs"] <= 0.5 and rows[6]["accuracy"] is not None
+    assert sum(rows[6]["histogram"]) == 28  # gates
+    assert rows[6]["histogram"][0] == rows[6]["closed"] and rows[6]["recalibrated_loss"] > 0
 
 
 class Stop(Exception):
@@ -369,6 +379,29 @@ def test_statistics_of_batch_norms_are_taken_anew(data: Data) -> None:
     model.bn.running_mean.fill_(100.0)
     recalibrate(model, Batches(data.train, 20), 5)
     assert float(model.bn.running_mean.abs().max()) < 10
+
+
+def test_statistics_are_taken_anew_for_a_while_only(data: Data) -> None:
+    model, batches = Tiny(), Batches(data.train, 20)
+    model.bn.running_mean.fill_(100.0)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    places = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    with recalibrated(model, batches, 5):
+        inside = scores(model, data.test)
+    recalibrate(anew := copy.deepcopy(model), batches, 5)
+    assert inside.allclose(scores(anew, data.test), atol=0.1)
+    assert not inside.allclose(scores(model, data.test), atol=0.1)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]) and tensor.data_ptr() == places[name], name
+
+
+def test_the_log_of_a_lasso_says_how_its_norms_lie(data: Data, tmp_path: Path) -> None:
+    run = Run(recipe("tiny"), data, tmp_path)
+    methods.prune(run, run.baseline(), "lasso", macs=0.5)
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    norms = [row["norms"] for row in rows if row["stage"] == "prune"]
+    assert len(norms) == TINY.epochs
+    assert all(len(bins) == 20 and sum(bins) == 28 and bins[-1] >= 1 for bins in norms)
 
 
 # --- the command line -----------------------------------------------------------------------------

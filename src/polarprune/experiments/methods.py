@@ -46,6 +46,7 @@ from .run import Run, copied, per_image
 from .training import Groups, Method, Trainer, accuracy, recalibrate
 
 Limits = dict[str, float]  # resource -> share of the original
+_BINS = 20  # of a histogram, as in the history of a pruner
 _CLOSE = 1e-4  # pruning ratios of Torch-Pruning: finer than one channel of these networks
 
 
@@ -131,6 +132,11 @@ class Lasso(Planned):
     def penalty(self) -> Tensor:
         return self.numbers.lasso * (self.norms.sizes.sqrt() * self.norms()).sum()
 
+    def facts(self) -> dict[str, Any]:
+        """As the paper draws it: ‖w‖ over the number of weights, the largest is 1."""
+        norms = (self.norms() / self.norms.sizes).detach().float()
+        return {"norms": torch.histc(norms / norms.max(), _BINS, 0, 1).int().tolist()}
+
     def plan(self) -> Plan:
         return self._above_threshold(self.norms().detach())
 
@@ -184,7 +190,7 @@ class L0(Planned):
                 for share, limit in zip(shares, self.limits.values(), strict=True)]  # fmt: skip
         return torch.stack(ways).amax()
 
-    def facts(self) -> dict[str, float]:
+    def facts(self) -> dict[str, Any]:
         shares = zip(self.limits, self.shares().tolist(), strict=True)
         return {f"expected_{key}": share for key, share in shares} | {
             "lam_l0": float(self.steering.lam)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -22,10 +23,13 @@ from ..surgery import RECIPE
 from .data import Batches, Data, normalised
 from .networks import NETWORKS
 from .recipes import Recipe
-from .training import Trainer, accuracy, predictions, recalibrate
+from .training import Trainer, accuracy, predictions, recalibrate, recalibrated, scores
 
 Progress = Callable[[dict[str, Any]], None]
 _EVERY = 20  # epochs between checkpoints
+_SCORED = 10  # epochs between looks at the test set: for the curves, nothing is chosen by them
+_RECALIBRATED = 20  # batches: ε has moved on since the statistics were taken
+_LOGGED = ("macs", "params", "closed", "between", "eps", "lam", "histogram")
 _EXAMPLES = 2  # images that are traced: a batch norm over single values needs more than one
 
 
@@ -114,11 +118,10 @@ class Run:
             row |= {"epoch": epoch, "epochs": trainer.epochs}
             if trainer.pruner is not None:
                 last = trainer.pruner.history[-1]
-                row |= {key: last[key] for key in ("macs", "params", "closed", "between", "eps")}
-                row["lam"] = last["lam"]
+                row |= {key: last[key] for key in _LOGGED}
             row |= trainer.method.facts()
-            if epoch % 10 == 0 or epoch == trainer.epochs:
-                row["accuracy"] = accuracy(trainer.model, self.data.test)
+            if epoch % _SCORED == 0 or epoch == trainer.epochs:
+                row |= self._scores(trainer)
             row["seconds"] = round(time.perf_counter() - start, 2)
             with log.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
@@ -127,6 +130,15 @@ class Run:
                 new = kept.with_suffix(".new")
                 torch.save(trainer.state(), new)
                 new.replace(kept)
+
+    def _scores(self, trainer: Trainer) -> dict[str, float]:
+        found = {"accuracy": accuracy(trainer.model, self.data.test)}
+        if trainer.pruner is not None:
+            with recalibrated(trainer.model, self.batches, _RECALIBRATED):
+                guesses, right = scores(trainer.model, self.data.test), self.data.test.y
+            found["recalibrated_loss"] = float(F.cross_entropy(guesses, right))
+            found["recalibrated_accuracy"] = float((guesses.argmax(1) == right).double().mean())
+        return found
 
     def _drop_checkpoints(self) -> None:
         for file in self.out.glob("*.checkpoint"):

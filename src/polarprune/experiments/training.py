@@ -6,12 +6,14 @@ The same code runs on a CPU, step by step.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD
 
 from ..pruner import Pruner
@@ -78,7 +80,7 @@ class Method:
     def pull(self) -> None:
         """After the backward pass, at the gradients."""
 
-    def facts(self) -> dict[str, float]:
+    def facts(self) -> dict[str, Any]:
         """For the log, once an epoch."""
         return {}
 
@@ -215,14 +217,18 @@ class Trainer:
 
 
 @torch.no_grad()
-def predictions(model: nn.Module, images: Images, batch: int = 1000) -> Tensor:
-    """Classes, in eval mode and in full precision."""
+def scores(model: nn.Module, images: Images, batch: int = 1000) -> Tensor:
+    """Of all classes, in eval mode and in full precision."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
-    found = [model(normalised(x)).argmax(1) for x in images.x.split(batch)]
+    found = [model(normalised(x)) for x in images.x.split(batch)]
     for module, training in modes:
         module.training = training
     return torch.cat(found)
+
+
+def predictions(model: nn.Module, images: Images) -> Tensor:
+    return scores(model, images).argmax(1)
 
 
 def accuracy(model: nn.Module, images: Images) -> float:
@@ -235,3 +241,16 @@ def recalibrate(model: nn.Module, batches: Batches, count: int) -> None:
     torch.optim.swa_utils.update_bn(
         (batches.next()[0] for _ in range(min(count, batches.per_epoch))), model
     )
+
+
+@contextmanager
+def recalibrated(model: nn.Module, batches: Batches, count: int) -> Iterator[None]:
+    """For a while: the statistics from before are put back."""
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    kept = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
+    try:
+        recalibrate(model, batches, count)
+        yield
+    finally:
+        for buffer, before in kept:
+            buffer.copy_(before)
