@@ -17,19 +17,23 @@ from typer.testing import CliRunner
 import polarprune as pp
 from polarprune.cli import app
 from polarprune.experiments import methods, networks
-from polarprune.experiments.data import MEAN, STD, Batches, Data, Images, normalised, open_data
+from polarprune.experiments.data import (
+    MEAN,
+    STD,
+    Batches,
+    Data,
+    Images,
+    accuracy,
+    normalised,
+    open_data,
+    predictions,
+    scores,
+)
 from polarprune.experiments.methods import METHODS
 from polarprune.experiments.networks import VGG, MobileNetV2, ResNet
 from polarprune.experiments.recipes import RECIPES, Recipe, per_epoch, recipe
 from polarprune.experiments.run import Run, rebuilt
-from polarprune.experiments.training import (
-    Trainer,
-    accuracy,
-    predictions,
-    recalibrate,
-    recalibrated,
-    scores,
-)
+from polarprune.experiments.training import Trainer, recalibrate, recalibrated
 from polarprune.proof import count_macs
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))

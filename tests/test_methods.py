@@ -26,12 +26,12 @@ from polarprune.controls import UnitNorms, scale_scores
 from polarprune.cost import Quadratic
 from polarprune.experiments import methods
 from polarprune.experiments.concrete import HardConcrete, Steering, expected_share
-from polarprune.experiments.data import Batches, Data
+from polarprune.experiments.data import Batches, Data, accuracy
 from polarprune.experiments.methods import L0, METHODS, Lasso, Slimming
 from polarprune.experiments.networks import ResNet
 from polarprune.experiments.recipes import Controls, recipe
 from polarprune.experiments.run import Run, rebuilt
-from polarprune.experiments.training import Trainer, accuracy
+from polarprune.experiments.training import Trainer
 from polarprune.gates import GatedWeight
 from polarprune.proof import count_macs
 

@@ -24,7 +24,6 @@ from .experiments import methods
 from .experiments.data import open_data
 from .experiments.recipes import recipe
 from .experiments.run import Run, rebuilt
-from .experiments.training import accuracy
 from .pictures import save_gate_histogram
 from .report import Report
 from .trace import trace
@@ -161,14 +160,14 @@ def train(
             model = run.baseline(baseline)
             limits = {"macs": macs, "params": params}
             if macs is None and params is None:
-                console.print(f"baseline: {accuracy(model, run.data.test):.2%}", markup=False)
+                console.print(f"baseline: {run.score(model):.2%}", markup=False)
                 return
             given = {key: limit for key, limit in limits.items() if limit is not None}
             card = methods.prune(run, model, method, **given)
     except PruneError as error:
         _fail(error)
     for row in card["table"]:
-        console.print(f"{row['stage']:>16}  {row['accuracy']:.2%}  {row['macs']:,} MACs  "
+        console.print(f"{row['stage']:>16}  {row[card['measure']]:.2%}  {row['macs']:,} MACs  "
                       f"{row['params']:,} params", markup=False, highlight=False)  # fmt: skip
     console.print(f"{card['macs_share']:.2%} of the MACs, {card['params_share']:.2%} of the params."
                   f" Written to {out}/", markup=False)  # fmt: skip
@@ -195,17 +194,17 @@ def evaluate(
     """Rebuild a pruned network from its file and score it."""
     try:
         model, card = rebuilt(file)
-        images = open_data(data).test.to(device)
+        task = open_data(data).to(device)
         start = time.perf_counter()
-        found = accuracy(model.to(device), images)
+        found = task.score(task.answers(model.to(device)))
     except PruneError as error:
         _fail(error)
     console.print(
         f"{file.name}: {card['network']}, {card['macs'] / 1e6:.2f} M MACs "
         f"({card['macs_share']:.2%}), {card['params'] / 1e6:.3f} M params "
         f"({card['params_share']:.2%})\n"
-        f"accuracy {found:.2%} on {len(images):,} images in {time.perf_counter() - start:.0f} s "
-        f"(its card: {card['accuracy']:.2%})",
+        f"{task.measure} {found:.2%} on {task.counts[1]:,} images in "
+        f"{time.perf_counter() - start:.0f} s (its card: {card[task.measure]:.2%})",
         markup=False,
     )
 

@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from ..errors import PruneError
+from .recipes import Recipe
+from .task import Stream, Task, evaluating
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 _PADDING = 4
@@ -40,26 +43,40 @@ class Images:
 
 
 @dataclass(frozen=True)
-class Data:
-    """Images to learn from and images to score on; `classes` of them."""
+class Data(Task):
+    """Images to learn from and images to score on."""
 
     train: Images
     test: Images
-    classes: int = 10
 
     def to(self, device: str | torch.device) -> Data:
         return replace(self, train=self.train.to(device), test=self.test.to(device))
 
     def held_out(self, count: int) -> Data:
-        """Scores are of `count` training images instead, which are not learned from.
-
-        Hyper-parameters are chosen on these: the test set is looked at once.
-        """
         order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(10))
         order = order.to(self.train.y.device)
         return replace(
             self, train=self.train.pick(order[count:]), test=self.train.pick(order[:count])
         )
+
+    def stream(self, recipe: Recipe) -> Batches:
+        return Batches(self.train, recipe.batch, cutout=recipe.cutout)
+
+    def example(self) -> Tensor:
+        return normalised(self.test.x[: self.examples])
+
+    def answers(self, model: nn.Module) -> Tensor:
+        return predictions(model, self.test)
+
+    def score(self, answers: Tensor) -> float:
+        return float((answers == self.test.y).double().mean())
+
+    def loss(self, model: nn.Module) -> float:
+        return float(F.cross_entropy(scores(model, self.test), self.test.y))
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        return len(self.train), len(self.test)
 
 
 def open_data(name: str) -> Data:
@@ -125,13 +142,10 @@ class _Plain(pickle.Unpickler):
         raise PruneError(f"--data: a batch holds {module}.{name}; this is not CIFAR-10.")
 
 
-class Batches:
+class Batches(Stream):
     """Batches for training, drawn on the device: shuffled, shifted by up to 4 pixels, flipped.
 
     With `cutout`, a square of so many pixels, centred anywhere in the image, is blank.
-
-    All that changes is held in tensors that are written in place, so that a CUDA graph can hold
-    `next`.
     """
 
     def __init__(self, images: Images, size: int, *, cutout: int = 0) -> None:
@@ -139,14 +153,13 @@ class Batches:
         self.x = torch.nn.functional.pad(images.x, frame)
         self.y, self.size, self.cutout = images.y, size, cutout
         self.height, self.width = images.x.shape[1:3]
-        device = images.x.device
+        self.device = device = images.x.device
         self.per_epoch = len(images) // size
         self.order = torch.zeros(self.per_epoch * size, dtype=torch.long, device=device)
         self.at = torch.zeros((), dtype=torch.long, device=device)
         self.scale = _scale(device)
 
     def shuffle(self) -> None:
-        """Begin an epoch."""
         order = torch.randperm(len(self.y), device=self.order.device)
         self.order.copy_(order[: len(self.order)])
         self.at.zero_()
@@ -168,6 +181,12 @@ class Batches:
             images = images * (far[0] | far[1].mT)[:, None]
         return images, self.y[pick]
 
+    def loss(self, out: Tensor, target: Tensor, opinion: Tensor | None, recipe: Recipe) -> Tensor:
+        return taught(out, target, opinion, recipe)
+
+    def right(self, out: Tensor, target: Tensor) -> Tensor:
+        return (out.argmax(1) == target).float().mean()
+
     def _far(self, length: int) -> Tensor:
         """For each image the places that the square does not reach, along one axis."""
         along = torch.arange(length, device=self.order.device)
@@ -184,3 +203,31 @@ def normalised(images: Tensor, scale: tuple[Tensor, Tensor] | None = None) -> Te
     """Bytes (N × height × width × 3) as a model takes them (N × 3 × height × width)."""
     mean, std = scale or _scale(images.device)
     return ((images / 255 - mean) / std).permute(0, 3, 1, 2)
+
+
+def taught(out: Tensor, target: Tensor, opinion: Tensor | None, recipe: Recipe) -> Tensor:
+    """Cross entropy, and how far the scores are from the teacher's (Hinton et al., 2015)."""
+    out = out.float()
+    loss = F.cross_entropy(out, target, label_smoothing=recipe.label_smoothing)
+    if opinion is None:
+        return loss
+    t = recipe.temperature
+    apart = F.kl_div(
+        F.log_softmax(out / t, 1), F.log_softmax(opinion.float() / t, 1),
+        reduction="batchmean", log_target=True,
+    )  # fmt: skip
+    return (1 - recipe.distill) * loss + recipe.distill * t * t * apart
+
+
+def scores(model: nn.Module, images: Images, batch: int = 1000) -> Tensor:
+    """Of all classes."""
+    with evaluating(model):
+        return torch.cat([model(normalised(x)) for x in images.x.split(batch)])
+
+
+def predictions(model: nn.Module, images: Images) -> Tensor:
+    return scores(model, images).argmax(1)
+
+
+def accuracy(model: nn.Module, images: Images) -> float:
+    return float((predictions(model, images) == images.y).double().mean())

@@ -42,8 +42,8 @@ from ..surgery import plain, shrink
 from ..trace import trace
 from .concrete import HardConcrete, Steering, expected_share
 from .recipes import Recipe
-from .run import Run, copied, per_image
-from .training import Groups, Method, Trainer, accuracy, recalibrate
+from .run import Run, copied
+from .training import Groups, Method, Trainer, recalibrate
 
 Limits = dict[str, float]  # resource -> share of the original
 _BINS = 20  # of a histogram, as in the history of a pruner
@@ -281,10 +281,10 @@ def prune(run: Run, baseline: nn.Module, method: str = "gdp", **limits: float) -
     if method not in METHODS:
         raise PruneError(f"there is no method {method!r}. Methods: gdp, {', '.join(METHODS)}.")
     recipe = run.recipe
-    before = accuracy(baseline, run.data.test)
+    before = run.score(baseline)
     model = copied(run.fresh(), baseline)
     steps = recipe.epochs * run.batches.per_epoch
-    control = METHODS[method](model, run.example(), recipe, steps, limits)
+    control = METHODS[method](model, run.data.example(), recipe, steps, limits)
     trainer = Trainer(
         model, run.batches, recipe, epochs=recipe.epochs, lr=recipe.lr, method=control,
         teacher=baseline if recipe.distill else None,
@@ -294,9 +294,9 @@ def prune(run: Run, baseline: nn.Module, method: str = "gdp", **limits: float) -
     if recipe.recalibrate:
         recalibrate(full, run.batches, recipe.recalibrate)
     small = control.cut(full)
-    whole, left = (cost_of(one, run.example()) for one in (full, small))
+    whole, left = (cost_of(one, run.data.example()) for one in (full, small))
     over = [key for key, limit in limits.items() if left[key] > limit * whole[key]]
     assert not over, f"{method}: above its budget of {over}"
     models = {"full": full, "small": small}
-    card = run.card(method, limits, before, models, per_image(whole), per_image(left))
+    card = run.card(method, limits, before, models, run.one(whole), run.one(left))
     return run.finish(card, small)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -20,17 +19,16 @@ from ..checkpoint import load, read_card, save
 from ..errors import PruneError
 from ..pruner import Pruner
 from ..surgery import RECIPE
-from .data import Batches, Data, normalised
 from .networks import NETWORKS
 from .recipes import Recipe
-from .training import Trainer, accuracy, predictions, recalibrate, recalibrated, scores
+from .task import Task
+from .training import Trainer, recalibrate, recalibrated
 
 Progress = Callable[[dict[str, Any]], None]
 _EVERY = 20  # epochs between checkpoints
 _SCORED = 10  # epochs between looks at the test set: for the curves, nothing is chosen by them
 _RECALIBRATED = 20  # batches: ε has moved on since the statistics were taken
 _LOGGED = ("macs", "params", "closed", "between", "eps", "lam", "histogram")
-_EXAMPLES = 2  # images that are traced: a batch norm over single values needs more than one
 
 
 class Run:
@@ -39,7 +37,7 @@ class Run:
     def __init__(
         self,
         recipe: Recipe,
-        data: Data,
+        data: Task,
         out: Path,
         *,
         device: str = "cpu",
@@ -50,7 +48,7 @@ class Run:
         out.mkdir(parents=True, exist_ok=True)
         torch.manual_seed(recipe.seed)
         torch.backends.cudnn.benchmark = True
-        self.batches = Batches(self.data.train, recipe.batch, cutout=recipe.cutout)
+        self.batches = self.data.stream(recipe)
 
     def fresh(self) -> nn.Module:
         model: Any = NETWORKS[self.recipe.network]().to(self.device)
@@ -77,11 +75,11 @@ class Run:
     def prune(self, model: nn.Module, **limits: float) -> dict[str, Any]:
         """From a baseline to a small model and its card, within budgets."""
         recipe = self.recipe
-        before = accuracy(model, self.data.test)
+        before = self.score(model)
         teacher = model if recipe.distill else None
         model = copied(self.fresh(), model)
         pruner = Pruner(
-            model, self.example(), steps=recipe.epochs * self.batches.per_epoch,
+            model, self.data.example(), steps=recipe.epochs * self.batches.per_epoch,
             schedule=recipe.schedule, compact=recipe.compact, **limits,  # type: ignore[arg-type]
         )  # fmt: skip
         trainer = Trainer(
@@ -93,7 +91,7 @@ class Run:
             recalibrate(model, self.batches, recipe.recalibrate)
         small = pruner.export()
         report = pruner.report()
-        whole, left = per_image(report.before), per_image(report.after)
+        whole, left = self.one(report.before), self.one(report.after)
         card = self.card("gdp", limits, before, {"full": model, "small": small}, whole, left)
         results = {key: card[key] for key in ("table", "identical_predictions")}
         results |= {"test_images": card["scored_on"], **environment()}
@@ -132,21 +130,18 @@ class Run:
                 new.replace(kept)
 
     def _scores(self, trainer: Trainer) -> dict[str, float]:
-        found = {"accuracy": accuracy(trainer.model, self.data.test)}
+        found = {self.data.measure: self.score(trainer.model)}
         if trainer.pruner is not None:
             with recalibrated(trainer.model, self.batches, _RECALIBRATED):
-                guesses, right = scores(trainer.model, self.data.test), self.data.test.y
-            found["recalibrated_loss"] = float(F.cross_entropy(guesses, right))
-            found["recalibrated_accuracy"] = float((guesses.argmax(1) == right).double().mean())
+                found["recalibrated_loss"] = self.data.loss(trainer.model)
         return found
+
+    def score(self, model: nn.Module) -> float:
+        return self.data.score(self.data.answers(model))
 
     def _drop_checkpoints(self) -> None:
         for file in self.out.glob("*.checkpoint"):
             file.unlink()
-
-    def example(self) -> torch.Tensor:
-        """What is traced."""
-        return normalised(self.data.test.x[:_EXAMPLES])
 
     def card(
         self,
@@ -159,29 +154,38 @@ class Run:
     ) -> dict[str, Any]:
         """Scores of the trained model ("full") and of what is left of it ("small"), and how it came
         about. `before` is the baseline's score, `whole` and `left` are costs."""
-        full, small = (predictions(models[name], self.data.test) for name in ("full", "small"))
-        right = self.data.test.y
+        full, small = (self.data.answers(models[name]) for name in ("full", "small"))
         table = [
-            _row("baseline", before, whole),
-            _row("before removal", float((full == right).double().mean()), whole),
-            _row("after removal", float((small == right).double().mean()), left),
+            self._row("baseline", before, whole),
+            self._row("before removal", self.data.score(full), whole),
+            self._row("after removal", self.data.score(small), left),
         ]
+        learned, scored = self.data.counts
         return {
             "network": self.recipe.network,
             "method": method,
             "budget": limits,
             "table": table,
-            "accuracy": table[-1]["accuracy"],
+            "measure": self.data.measure,
+            self.data.measure: table[-1][self.data.measure],
             "macs": left["macs"],
             "macs_share": left["macs"] / whole["macs"],
             "params": left["params"],
             "params_share": left["params"] / whole["params"],
-            "scored_on": len(self.data.test),
-            "trained_on": len(self.data.train),
+            "scored_on": scored,
+            "trained_on": learned,
             "identical_predictions": bool((full == small).all()),
             "recipe": dataclasses.asdict(self.recipe),
             **environment(),
         }
+
+    def _row(self, stage: str, score: float, cost: dict[str, int]) -> dict[str, Any]:
+        costs = {key: cost[key] for key in ("macs", "params")}
+        return {"stage": stage, self.data.measure: score, **costs}
+
+    def one(self, cost: dict[str, int]) -> dict[str, int]:
+        """Of all that was traced, the cost of one."""
+        return {**cost, "macs": cost["macs"] // self.data.examples}
 
     def finish(self, card: dict[str, Any], small: nn.Module) -> dict[str, Any]:
         """Write the model, fine-tune it, write that too, and the card of both."""
@@ -192,9 +196,9 @@ class Run:
                 small, self.batches, recipe, epochs=recipe.tune_epochs, lr=recipe.tune_lr
             )
             self.train("tune", trainer)
-            score = accuracy(small, self.data.test)
-            row = {**card["table"][-1], "stage": "after fine-tuning", "accuracy": score}
-            tuned = {**card, "table": [*card["table"], row], "accuracy": score}
+            score = {self.data.measure: self.score(small)}
+            row = {**card["table"][-1], "stage": "after fine-tuning", **score}
+            tuned = {**card, "table": [*card["table"], row], **score}
             card = {**tuned, "sha256_tuned": self._write(small, "tuned", tuned)}
         (self.out / "card.json").write_text(json.dumps(card, indent=1) + "\n", encoding="utf-8")
         self._drop_checkpoints()
@@ -210,14 +214,6 @@ class Run:
             write_state(model, file)
             card["file"] = "a state dict: not cut by polarprune, which cannot rebuild it"
         return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def _row(stage: str, accuracy: float, cost: dict[str, int]) -> dict[str, Any]:
-    return {"stage": stage, "accuracy": accuracy, "macs": cost["macs"], "params": cost["params"]}
-
-
-def per_image(cost: dict[str, int]) -> dict[str, int]:
-    return {**cost, "macs": cost["macs"] // _EXAMPLES}
 
 
 def write_state(model: nn.Module, file: Path) -> None:

@@ -1,4 +1,4 @@
-"""Training as fast as one GPU goes: data on it, the whole step captured in a CUDA graph.
+"""Training as fast as one GPU goes: the whole step captured in a CUDA graph.
 
 The same code runs on a CPU, step by step.
 """
@@ -11,14 +11,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD
 
 from ..pruner import Pruner
-from .data import Batches, Images, normalised
 from .recipes import Recipe
+from .task import Stream
 
 Groups = list[dict[str, Any]]  # of parameters, as an optimizer takes them
 _WARM = 3  # steps before one is captured
@@ -95,7 +94,7 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module,
-        batches: Batches,
+        batches: Stream,
         recipe: Recipe,
         *,
         epochs: int,
@@ -114,7 +113,7 @@ class Trainer:
             self._opinion = torch.compile(self.teacher) if self.teacher else None
         self.steps = epochs * batches.per_epoch
         self.done = 0  # steps
-        self.device = batches.order.device
+        self.device = batches.device
         on_gpu = self.device.type == "cuda"
         groups: Groups = (
             pruner.param_groups(lr=lr, weight_decay=recipe.weight_decay)
@@ -131,7 +130,8 @@ class Trainer:
         if pruner:
             pruner.attach(self.optimizer)
         self.sums = torch.zeros(2, device=self.device)  # of losses, and of right answers
-        self._run = Captured(self._step, on_gpu and self.method.captured)
+        captured = on_gpu and self.method.captured and batches.captured
+        self._run = Captured(self._step, captured)
         self._compactions = 0
 
     def _step(self) -> None:
@@ -143,25 +143,12 @@ class Trainer:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=on_gpu):
             scores = self._scores(x)
             opinion = self._opinion(x) if self.teacher else None
-        loss = self._loss(scores.float(), y, opinion)
+        loss = self.batches.loss(scores, y, opinion, self.recipe)
         penalty = self.method.penalty()
         (loss if penalty is None else loss + penalty).backward()
         self.method.pull()
         self.optimizer.step()
-        right = (scores.argmax(1) == y).float().mean()
-        self.sums += torch.stack([loss.detach(), right])
-
-    def _loss(self, scores: Tensor, y: Tensor, opinion: Tensor | None) -> Tensor:
-        recipe = self.recipe
-        loss = F.cross_entropy(scores, y, label_smoothing=recipe.label_smoothing)
-        if opinion is None:
-            return loss
-        t = recipe.temperature
-        apart = F.kl_div(
-            F.log_softmax(scores / t, 1), F.log_softmax(opinion.float() / t, 1),
-            reduction="batchmean", log_target=True,
-        )  # fmt: skip
-        return (1 - recipe.distill) * loss + recipe.distill * t * t * apart
+        self.sums += torch.stack([loss.detach(), self.batches.right(scores, y)])
 
     def _set_rate(self) -> None:
         share = self.recipe.rate(self.done / self.steps, self.epochs)
@@ -216,26 +203,7 @@ class Trainer:
             torch.cuda.set_rng_state(state["random_gpu"].cpu())
 
 
-@torch.no_grad()
-def scores(model: nn.Module, images: Images, batch: int = 1000) -> Tensor:
-    """Of all classes, in eval mode and in full precision."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    found = [model(normalised(x)) for x in images.x.split(batch)]
-    for module, training in modes:
-        module.training = training
-    return torch.cat(found)
-
-
-def predictions(model: nn.Module, images: Images) -> Tensor:
-    return scores(model, images).argmax(1)
-
-
-def accuracy(model: nn.Module, images: Images) -> float:
-    return float((predictions(model, images) == images.y).double().mean())
-
-
-def recalibrate(model: nn.Module, batches: Batches, count: int) -> None:
+def recalibrate(model: nn.Module, batches: Stream, count: int) -> None:
     """Statistics of batch norms taken anew, as the mean over some batches."""
     batches.shuffle()
     torch.optim.swa_utils.update_bn(
@@ -244,7 +212,7 @@ def recalibrate(model: nn.Module, batches: Batches, count: int) -> None:
 
 
 @contextmanager
-def recalibrated(model: nn.Module, batches: Batches, count: int) -> Iterator[None]:
+def recalibrated(model: nn.Module, batches: Stream, count: int) -> Iterator[None]:
     """For a while: the statistics from before are put back."""
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     kept = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
