@@ -25,10 +25,10 @@ from polarprune.experiments.data import (
     Images,
     accuracy,
     normalised,
-    open_data,
     predictions,
     scores,
 )
+from polarprune.experiments.kinds import open_data
 from polarprune.experiments.methods import METHODS
 from polarprune.experiments.networks import VGG, MobileNetV2, ResNet
 from polarprune.experiments.recipes import RECIPES, Recipe, per_epoch, recipe

@@ -21,7 +21,7 @@ from .checkpoint import load, save
 from .demo import Demo, Settings
 from .errors import PruneError
 from .experiments import methods
-from .experiments.data import open_data
+from .experiments.kinds import open_data
 from .experiments.recipes import recipe
 from .experiments.run import Run, rebuilt
 from .pictures import save_gate_histogram
@@ -123,7 +123,7 @@ def _show(report: Report, budget: float) -> None:
 @app.command()
 def train(
     network: Annotated[str, typer.Argument(help="a network or recipe: resnet56, vgg16-paper, ...")],
-    data: Annotated[str, typer.Option(help="cifar10:DIR")],
+    data: Annotated[str, typer.Option(help="cifar10:DIR or voc:DIR")],
     macs: Annotated[float | None, typer.Option(help="budget, as a fraction of the MACs")] = None,
     params: Annotated[float | None, typer.Option(help="the same for parameters")] = None,
     method: Annotated[
@@ -146,7 +146,7 @@ def train(
     try:
         own = {} if seed is None else {"seed": seed}
         wanted = recipe(network, **_changes(change or []), **own)
-        found = open_data(data)
+        found = open_data(data, wanted)
         found = found.held_out(hold_out) if hold_out else found
         with _bar() as bar:
             task = bar.add_task("starting", total=None, info="")
@@ -188,7 +188,7 @@ def _changes(given: list[str]) -> dict[str, Any]:
 @app.command("eval")
 def evaluate(
     file: Annotated[Path, typer.Argument(help="a model of the zoo, or one that train wrote")],
-    data: Annotated[str, typer.Option(help="cifar10:DIR")],
+    data: Annotated[str, typer.Option(help="cifar10:DIR or voc:DIR")],
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
 ) -> None:
     """Rebuild a pruned network from its file and score it."""

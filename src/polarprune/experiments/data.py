@@ -79,18 +79,14 @@ class Data(Task):
         return len(self.train), len(self.test)
 
 
-def open_data(name: str) -> Data:
-    """`cifar10:DIR`"""
-    kind, _, folder = name.partition(":")
-    if kind != "cifar10" or not folder:
-        raise PruneError(f"--data {name}: give cifar10:DIR, the folder with the unpacked data set.")
+def open_cifar10(folder: Path) -> Data:
     for inner, read in (("cifar-10-batches-py", _read_python), ("cifar-10-batches-bin", _read_bin)):
-        for place in (Path(folder) / inner, Path(folder)):
+        for place in (folder / inner, folder):
             if place.name == inner and place.is_dir():
                 return read(place)
     raise PruneError(
-        f"--data {name}: there is neither cifar-10-batches-py nor cifar-10-batches-bin in "
-        f"{folder}. Unpack cifar-10-python.tar.gz or cifar-10-binary.tar.gz there."
+        f"--data cifar10:{folder}: there is neither cifar-10-batches-py nor cifar-10-batches-bin "
+        f"in it. Unpack cifar-10-python.tar.gz or cifar-10-binary.tar.gz there."
     )
 
 

@@ -1,4 +1,4 @@
-"""Networks for images of 32 × 32, in the shapes that the paper compares.
+"""Networks by name; those for images of 32 × 32 in the shapes that the paper compares.
 
 ResNet-56 and VGG-16 as in HRank (Lin et al., 2020): 125.5 and 313 M MACs. MobileNetV2 as it is
 common for CIFAR-10 (and in LeGR): the stem and the second stage do not halve the image.
@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from .deeplab import DeepLabV3Plus
 
 
 class Basic(nn.Module):
@@ -150,4 +152,5 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "resnet20": resnet20,
     "vgg16": VGG,
     "mobilenetv2": MobileNetV2,
+    "deeplabv3plus": DeepLabV3Plus,
 }

@@ -35,18 +35,22 @@ class Recipe:
     """A baseline is trained, pruned while it is trained again, exported, perhaps tuned."""
 
     network: str
+    data: str = "cifar10"
     baseline_epochs: int = 200
     epochs: int = 200  # while pruning
     batch: int = 256
     baseline_lr: float = 0.2
     lr: float = 0.2
     warm_up: float = 5.0  # epochs in which the rate rises from 0
-    rates: str = "cosine"  # or "steps": a tenth after half and after three quarters
+    rates: str = "cosine"  # or "steps": a tenth after each of `drops`; or "poly": (1 - t)^0.9
+    drops: tuple[float, ...] = (0.5, 0.75)
+    slow: str = ""  # modules whose names begin so learn at a tenth of the rate
     momentum: float = 0.9
     nesterov: bool = True
     weight_decay: float = 5e-4
     label_smoothing: float = 0.0
     cutout: int = 0  # pixels of a square that is blank in every image
+    crop: int = 0  # pixels of the square that is cut out of a picture of any size
     schedule: Schedule = Schedule()
     compact: str | None = None  # "auto": closed channels are taken out on the way
     compiled: bool = False  # torch.compile
@@ -64,8 +68,10 @@ class Recipe:
         if progress < rising:
             return progress / rising
         if self.rates == "steps":
-            return 1.0 if progress < 0.5 else 0.1 if progress < 0.75 else 0.01
+            return float(10.0 ** -sum(progress >= drop for drop in self.drops))
         done = (progress - rising) / (1 - rising)
+        if self.rates == "poly":
+            return float((1 - done) ** 0.9)
         return 0.5 * (1 + math.cos(math.pi * done))
 
 
@@ -86,6 +92,34 @@ RECIPES = {
     "vgg16": Recipe("vgg16", baseline_lr=0.1, lr=0.1, distill=0.9, cutout=16),
     "mobilenetv2": Recipe("mobilenetv2", distill=0.9, cutout=16),
     "resnet20": Recipe("resnet20"),
+    "deeplabv3plus": Recipe(
+        "deeplabv3plus",
+        "voc",
+        baseline_epochs=45,
+        epochs=91,
+        batch=16,
+        baseline_lr=0.01,
+        lr=0.009,
+        warm_up=0.0,
+        rates="poly",
+        slow="backbone",
+        nesterov=False,
+        weight_decay=1e-4,
+        crop=513,
+        schedule=Schedule(eps_end=0.1 * 0.97**500),  # × 0.97 every 120 of 60,000 steps
+    ),
+    "deeplabv3plus-scratch": Recipe(
+        "deeplabv3plus",
+        "voc",
+        baseline_epochs=120,
+        epochs=120,
+        batch=16,
+        baseline_lr=0.05,
+        lr=0.05,
+        rates="poly",
+        weight_decay=5e-4,
+        crop=513,
+    ),
     **{f"{name}-paper": _paper(name) for name in ("resnet56", "vgg16", "mobilenetv2")},
 }
 

@@ -120,6 +120,7 @@ class Trainer:
             if pruner
             else self.method.param_groups(model, lr, recipe.weight_decay)
         )
+        groups = slowed(groups, model, recipe.slow)
         self.rates = [group["lr"] for group in groups]
         if on_gpu:  # a captured step reads the rate from the device
             for group in groups:
@@ -201,6 +202,21 @@ class Trainer:
         torch.set_rng_state(state["random"].cpu())
         if state["random_gpu"] is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["random_gpu"].cpu())
+
+
+def slowed(groups: Groups, model: nn.Module, stem: str) -> Groups:
+    """The first group in two, if some modules are to learn slowly."""
+    if not stem:
+        return groups
+    named = {id(parameter): name for name, parameter in model.named_parameters()}
+    first, *rest = groups
+    slow = [p for p in first["params"] if named[id(p)].startswith(stem)]
+    quick = [p for p in first["params"] if not named[id(p)].startswith(stem)]
+    return [
+        {**first, "params": quick},
+        {**first, "params": slow, "lr": 0.1 * first["lr"]},
+        *rest,
+    ]
 
 
 def recalibrate(model: nn.Module, batches: Stream, count: int) -> None:
