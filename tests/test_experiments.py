@@ -242,7 +242,7 @@ def test_rates() -> None:
     assert [cosine.rate(t, 100) for t in (0.0, 0.025, 0.05)] == pytest.approx([0, 0.5, 1])
     assert cosine.rate(0.525, 100) == pytest.approx(0.5) and cosine.rate(1.0, 100) < 1e-9
     steps = Recipe("x", warm_up=0, rates="steps")
-    assert [steps.rate(t, 100) for t in (0.0, 0.49, 0.5, 0.8)] == [1.0, 1.0, 0.1, 0.01]
+    assert [steps.rate(t, 140) for t in (0.0, 34.9 / 140, 35 / 140, 0.8)] == [1.0, 1.0, 0.1, 0.001]
 
 
 def test_numbers_of_a_recipe_may_be_changed() -> None:
@@ -301,7 +301,7 @@ class Stop(Exception):
 def test_a_run_goes_on_where_it_was_cut_off(
     stage: str, after: int, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("polarprune.experiments.run._EVERY", 1)
+    monkeypatch.setattr("polarprune.experiments.run._PAUSE", 0.0)
     monkeypatch.setattr("polarprune.pruner.time.perf_counter", lambda: 0.0)
     wanted, cards = recipe("tiny", tune_epochs=2), []
     for name in ("whole", "parts"):
@@ -406,6 +406,18 @@ def test_the_log_of_a_lasso_says_how_its_norms_lie(data: Data, tmp_path: Path) -
     norms = [row["norms"] for row in rows if row["stage"] == "prune"]
     assert len(norms) == TINY.epochs
     assert all(len(bins) == 20 and sum(bins) == 28 and bins[-1] >= 1 for bins in norms)
+
+
+def test_with_the_papers_lambda_the_ratio_falls_where_it_falls(data: Data, tmp_path: Path) -> None:
+    shares = []
+    for lam in (5.0, 100.0):
+        run = Run(recipe("tiny", epochs=8), data, tmp_path / str(lam))
+        card = methods.prune(run, run.baseline(), "gdp", lam=lam)
+        assert card["budget"] == {"lam": lam} and card["identical_predictions"]
+        shares.append(card["macs_share"])
+    assert 1 >= shares[0] > shares[1] > 0
+    with pytest.raises(pp.PruneError, match="--lam is a number of our method"):
+        methods.prune(run, run.baseline(), "lasso", lam=1.0)
 
 
 # --- the command line -----------------------------------------------------------------------------

@@ -109,7 +109,7 @@ class Stop(Exception):
 def test_a_control_goes_on_where_it_was_cut_off(
     method: str, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("polarprune.experiments.run._EVERY", 1)
+    monkeypatch.setattr("polarprune.experiments.run._PAUSE", 0.0)
 
     def stop(row: dict[str, Any]) -> None:
         if row["stage"] == "prune" and row["epoch"] == 3:

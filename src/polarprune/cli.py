@@ -22,6 +22,7 @@ from .demo import Demo, Settings
 from .errors import PruneError
 from .experiments import methods
 from .experiments.kinds import open_data
+from .experiments.processes import joined, place
 from .experiments.recipes import recipe
 from .experiments.run import Run, rebuilt
 from .pictures import save_gate_histogram
@@ -123,16 +124,25 @@ def _show(report: Report, budget: float) -> None:
 @app.command()
 def train(
     network: Annotated[str, typer.Argument(help="a network or recipe: resnet56, vgg16-paper, ...")],
-    data: Annotated[str, typer.Option(help="cifar10:DIR or voc:DIR")],
+    data: Annotated[str, typer.Option(help="cifar10:DIR, imagenet:DIR or voc:DIR")],
     macs: Annotated[float | None, typer.Option(help="budget, as a fraction of the MACs")] = None,
     params: Annotated[float | None, typer.Option(help="the same for parameters")] = None,
+    lam: Annotated[
+        float | None,
+        typer.Option(help="the paper's λ instead of a budget; leaves the ratio open"),
+    ] = None,
     method: Annotated[
         str, typer.Option(help="gdp is ours; to compare: " + ", ".join(methods.METHODS))
     ] = "gdp",
     out: Annotated[Path, typer.Option(help="folder for models, log and report")] = Path(
         "runs/train"
     ),
-    baseline: Annotated[Path | None, typer.Option(help="weights to start from")] = None,
+    baseline: Annotated[
+        Path | None, typer.Option(help="weights of the whole network; trained and written there")
+    ] = None,
+    start: Annotated[
+        Path | None, typer.Option(help="weights that a baseline begins with, where names agree")
+    ] = None,
     change: Annotated[
         list[str] | None, typer.Option("--set", help="another number in the recipe: epochs=100")
     ] = None,
@@ -140,29 +150,37 @@ def train(
     hold_out: Annotated[
         int, typer.Option(help="score on so many training images instead of the test set")
     ] = 0,
+    dry_run: Annotated[
+        int, typer.Option(help="only so many steps: prints time, memory and path of the cost")
+    ] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda; whatever is there")] = "",
 ) -> None:
     """Train a network, prune it to a budget while it trains on, and score what is left."""
+    limits = {"macs": macs, "params": params, "lam": lam}
+    given = {key: limit for key, limit in limits.items() if limit is not None}
     try:
         own = {} if seed is None else {"seed": seed}
         wanted = recipe(network, **_changes(change or []), **own)
         found = open_data(data, wanted)
         found = found.held_out(hold_out) if hold_out else found
-        with _bar() as bar:
+        here = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        with joined(here) as here, _bar() as bar:
+            console.quiet = place()[0] > 0
             task = bar.add_task("starting", total=None, info="")
 
             def show(row: dict[str, Any]) -> None:
                 bar.update(task, completed=row["epoch"], total=row["epochs"],
                            description=row["stage"], info=_line(row))  # fmt: skip
 
-            place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-            run = Run(wanted, found, out, device=place, progress=show)
-            model = run.baseline(baseline)
-            limits = {"macs": macs, "params": params}
-            if macs is None and params is None:
+            run = Run(wanted, found, out, device=here, progress=show)
+            if dry_run:
+                bar.update(task, visible=False)
+                _rehearsed(run.rehearse(dry_run, **(given or {"macs": 0.5})))
+                return
+            model = run.baseline(baseline, start)
+            if not given:
                 console.print(f"baseline: {run.score(model):.2%}", markup=False)
                 return
-            given = {key: limit for key, limit in limits.items() if limit is not None}
             card = methods.prune(run, model, method, **given)
     except PruneError as error:
         _fail(error)
@@ -171,6 +189,19 @@ def train(
                       f"{row['params']:,} params", markup=False, highlight=False)  # fmt: skip
     console.print(f"{card['macs_share']:.2%} of the MACs, {card['params_share']:.2%} of the params."
                   f" Written to {out}/", markup=False)  # fmt: skip
+
+
+def _rehearsed(found: dict[str, Any]) -> None:
+    for stage, row in found["stages"].items():
+        hours = row["seconds_a_step"] * row["steps"] / 3600
+        memory = f", {row['memory'] / 2**30:.1f} GiB on the GPU" if row["memory"] else ""
+        console.print(f"{stage:>8}: {row['steps']:,} steps of {1000 * row['seconds_a_step']:.1f} "
+                      f"ms, {hours:.2f} hours{memory}", markup=False, highlight=False)  # fmt: skip
+    console.print(f"{found['channels']:,} channels may go", markup=False, highlight=False)
+    for key, shares in found["path"].items():
+        path = "  ".join(f"{share:.0%}" for share in shares)
+        console.print(f"{key} left after each tenth of the epochs: {path}", markup=False,
+                      highlight=False)  # fmt: skip
 
 
 def _changes(given: list[str]) -> dict[str, Any]:
@@ -188,7 +219,7 @@ def _changes(given: list[str]) -> dict[str, Any]:
 @app.command("eval")
 def evaluate(
     file: Annotated[Path, typer.Argument(help="a model of the zoo, or one that train wrote")],
-    data: Annotated[str, typer.Option(help="cifar10:DIR or voc:DIR")],
+    data: Annotated[str, typer.Option(help="cifar10:DIR, imagenet:DIR or voc:DIR")],
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
 ) -> None:
     """Rebuild a pruned network from its file and score it."""

@@ -280,6 +280,8 @@ def prune(run: Run, baseline: nn.Module, method: str = "gdp", **limits: float) -
         return run.prune(baseline, **limits)
     if method not in METHODS:
         raise PruneError(f"there is no method {method!r}. Methods: gdp, {', '.join(METHODS)}.")
+    if "lam" in limits:
+        raise PruneError(f"--lam is a number of our method; give {method} a budget.")
     recipe = run.recipe
     before = run.score(baseline)
     model = copied(run.fresh(), baseline)

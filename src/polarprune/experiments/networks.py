@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .deeplab import DeepLabV3Plus
+from .imagenet import MobileNetV1, mobilenet_v2, resnet50
 
 
 class Basic(nn.Module):
@@ -153,4 +154,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "vgg16": VGG,
     "mobilenetv2": MobileNetV2,
     "deeplabv3plus": DeepLabV3Plus,
+    "mobilenet_v1": MobileNetV1,
+    "mobilenet_v2": mobilenet_v2,
+    "resnet50": resnet50,
 }

@@ -36,14 +36,14 @@ class Recipe:
 
     network: str
     data: str = "cifar10"
+    pretrained: str | None = None  # weights of torchvision, instead of a baseline trained here
     baseline_epochs: int = 200
     epochs: int = 200  # while pruning
     batch: int = 256
     baseline_lr: float = 0.2
     lr: float = 0.2
     warm_up: float = 5.0  # epochs in which the rate rises from 0
-    rates: str = "cosine"  # or "steps": a tenth after each of `drops`; or "poly": (1 - t)^0.9
-    drops: tuple[float, ...] = (0.5, 0.75)
+    rates: str = "cosine"  # or "steps": a tenth after each quarter; or "poly": (1 - t)^0.9
     slow: str = ""  # modules whose names begin so learn at a tenth of the rate
     momentum: float = 0.9
     nesterov: bool = True
@@ -68,7 +68,7 @@ class Recipe:
         if progress < rising:
             return progress / rising
         if self.rates == "steps":
-            return float(10.0 ** -sum(progress >= drop for drop in self.drops))
+            return float(10.0 ** -math.floor(4 * progress))
         done = (progress - rising) / (1 - rising)
         if self.rates == "poly":
             return float((1 - done) ** 0.9)
@@ -85,6 +85,15 @@ def _paper(network: str) -> Recipe:
         network, baseline_epochs=350, epochs=350, batch=128, baseline_lr=0.1, lr=0.1, warm_up=0.0,
         schedule=per_epoch(0.96, 350),
     )  # fmt: skip
+
+
+def _imagenet(network: str, **changes: Any) -> Recipe:
+    """As the paper has it; where it is silent (batch, weight decay), as PyTorch's example."""
+    usual = Recipe(
+        network, "imagenet", baseline_epochs=90, epochs=140, batch=256, baseline_lr=0.1, lr=0.1,
+        warm_up=0.0, nesterov=False, weight_decay=1e-4, crop=224, schedule=per_epoch(0.9, 140),
+    )  # fmt: skip
+    return replace(usual, **changes)
 
 
 RECIPES = {
@@ -120,6 +129,17 @@ RECIPES = {
         weight_decay=5e-4,
         crop=513,
     ),
+    "mobilenet_v1": _imagenet("mobilenet_v1", rates="steps"),
+    "mobilenet_v2": _imagenet(
+        "mobilenet_v2",
+        label_smoothing=0.1,
+        weight_decay=4e-5,
+        baseline_lr=0.05,
+        lr=0.05,
+        pretrained="IMAGENET1K_V1",
+    ),
+    "resnet50": _imagenet("resnet50", label_smoothing=0.1, pretrained="IMAGENET1K_V1"),
+    "resnet50-steps": _imagenet("resnet50", rates="steps", pretrained="IMAGENET1K_V1"),
     **{f"{name}-paper": _paper(name) for name in ("resnet56", "vgg16", "mobilenetv2")},
 }
 

@@ -19,15 +19,18 @@ from ..checkpoint import load, read_card, save
 from ..errors import PruneError
 from ..pruner import Pruner
 from ..surgery import RECIPE
+from .imagenet import from_torchvision
 from .networks import NETWORKS
+from .processes import place, wait_for_all
 from .recipes import Recipe
 from .task import Task
 from .training import Trainer, recalibrate, recalibrated
 
 Progress = Callable[[dict[str, Any]], None]
-_EVERY = 20  # epochs between checkpoints
+_PAUSE = 60.0  # seconds, at least, between checkpoints
 _SCORED = 10  # epochs between looks at the test set: for the curves, nothing is chosen by them
 _RECALIBRATED = 20  # batches: ε has moved on since the statistics were taken
+_WARM = 5  # steps of a rehearsal that are not timed
 _LOGGED = ("macs", "params", "closed", "between", "eps", "lam", "histogram")
 
 
@@ -43,33 +46,43 @@ class Run:
         device: str = "cpu",
         progress: Progress = lambda row: None,
     ) -> None:
-        self.recipe, self.out, self.device, self.progress = recipe, out, device, progress
+        self.recipe, self.out, self.progress = recipe, out, progress
+        self.device = torch.device(device)
         self.data = data.to(device)
-        out.mkdir(parents=True, exist_ok=True)
         torch.manual_seed(recipe.seed)
         torch.backends.cudnn.benchmark = True
         self.batches = self.data.stream(recipe)
+        self.writes = place()[0] == 0  # the other processes of several write nothing
 
     def fresh(self) -> nn.Module:
         model: Any = NETWORKS[self.recipe.network]().to(self.device)
-        if self.device == "cuda":
+        if self.device.type == "cuda":
             model = model.to(memory_format=torch.channels_last)
         return model  # type: ignore[no-any-return]
 
-    def baseline(self, file: Path | None = None) -> nn.Module:
-        """The network trained as usual: read from a file, or trained and written there."""
+    def baseline(self, file: Path | None = None, start: Path | None = None) -> nn.Module:
+        """The network trained as usual: read from a file, or trained and written there.
+
+        `start` has weights to begin with, of the whole network or a part that is named alike.
+        """
         model = self.fresh()
         file = file or self.out / "baseline.safetensors"
-        if file.exists():
-            model.load_state_dict(load_file(str(file), device=self.device))
-            return model
         recipe = self.recipe
+        if file.exists():
+            model.load_state_dict(load_file(str(file), device=str(self.device)))
+            return model
+        if start is not None:
+            begun(model, start)
+        elif recipe.pretrained:
+            return copied(model, from_torchvision(recipe.network, recipe.pretrained))
         trainer = Trainer(
             model, self.batches, recipe, epochs=recipe.baseline_epochs, lr=recipe.baseline_lr
         )
         self.train("baseline", trainer)
-        write_state(model, file)
-        self._drop_checkpoints()
+        if self.writes:
+            write_state(model, file)
+            self._drop_checkpoints()
+        wait_for_all()
         return model
 
     def prune(self, model: nn.Module, **limits: float) -> dict[str, Any]:
@@ -78,14 +91,7 @@ class Run:
         before = self.score(model)
         teacher = model if recipe.distill else None
         model = copied(self.fresh(), model)
-        pruner = Pruner(
-            model, self.data.example(), steps=recipe.epochs * self.batches.per_epoch,
-            schedule=recipe.schedule, compact=recipe.compact, **limits,  # type: ignore[arg-type]
-        )  # fmt: skip
-        trainer = Trainer(
-            model, self.batches, recipe, epochs=recipe.epochs, lr=recipe.lr, pruner=pruner,
-            teacher=teacher,
-        )  # fmt: skip
+        pruner, trainer = self._gated(model, teacher, limits)
         self.train("prune", trainer)
         if recipe.recalibrate:
             recalibrate(model, self.batches, recipe.recalibrate)
@@ -96,20 +102,68 @@ class Run:
         results = {key: card[key] for key in ("table", "identical_predictions")}
         results |= {"test_images": card["scored_on"], **environment()}
         report = dataclasses.replace(report, before=whole, after=left, results=results)
-        (self.out / "report.json").write_text(report.to_json(), encoding="utf-8")
-        (self.out / "report.html").write_text(report.to_html(), encoding="utf-8")
+        if self.writes:
+            (self.out / "report.json").write_text(report.to_json(), encoding="utf-8")
+            (self.out / "report.html").write_text(report.to_html(), encoding="utf-8")
         return self.finish(card, small)
+
+    def _gated(
+        self, model: nn.Module, teacher: nn.Module | None, limits: dict[str, float]
+    ) -> tuple[Pruner, Trainer]:
+        recipe = self.recipe
+        pruner = Pruner(
+            model, self.data.example(), steps=recipe.epochs * self.batches.per_epoch,
+            schedule=recipe.schedule, compact=recipe.compact, **limits,  # type: ignore[arg-type]
+        )  # fmt: skip
+        trainer = Trainer(
+            model, self.batches, recipe, epochs=recipe.epochs, lr=recipe.lr, pruner=pruner,
+            teacher=teacher,
+        )  # fmt: skip
+        return pruner, trainer
+
+    def rehearse(self, steps: int, **limits: float) -> dict[str, Any]:
+        """A few steps of both trainings: what all of them will take. Nothing is written."""
+        recipe, found = self.recipe, {}
+        steps = min(steps, self.batches.per_epoch - _WARM)
+        if steps < 1:
+            raise PruneError(f"--dry-run: an epoch has only {self.batches.per_epoch} batches.")
+        on_gpu = self.device.type == "cuda"
+        teacher = self.fresh() if recipe.distill else None
+        whole = Trainer(
+            self.fresh(), self.batches, recipe, epochs=max(recipe.baseline_epochs, 1),
+            lr=recipe.baseline_lr,
+        )  # fmt: skip
+        pruner, gated = self._gated(self.fresh(), teacher, limits)
+        for stage, trainer in (("baseline", whole), ("prune", gated)):
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats(self.device)
+            self.batches.shuffle()
+            trainer.advance(_WARM)
+            start = time.perf_counter()
+            trainer.advance(steps)  # waits for the device to read the loss
+            taken = (time.perf_counter() - start) / steps
+            memory = torch.cuda.max_memory_allocated(self.device) if on_gpu else None
+            found[stage] = {"seconds_a_step": taken, "steps": trainer.steps, "memory": memory}
+        if recipe.pretrained:
+            del found["baseline"]
+        path = {
+            key: [limit + (1 - limit) * recipe.schedule.path(k * gated.steps / 10, gated.steps)
+                  for k in range(11)]
+            for key, limit in limits.items() if key != "lam"
+        }  # fmt: skip
+        return {"stages": found, "path": path, "channels": pruner.graph.units}
 
     def train(self, stage: str, trainer: Trainer) -> None:
         """To the end, from the last checkpoint of this stage, if there is one.
 
         The last one stays until the card is written: the next stage may be cut off, too.
         """
+        self.out.mkdir(parents=True, exist_ok=True)
         kept = self.out / f"{stage}.checkpoint"
         log = self.out / "log.jsonl"
         if kept.exists():
             trainer.load(torch.load(kept, map_location=self.device, weights_only=True))
-        start = time.perf_counter()
+        start = saved = time.perf_counter()
         while trainer.done < trainer.steps:
             row: dict[str, Any] = {"stage": stage, **trainer.epoch()}
             epoch = trainer.done // self.batches.per_epoch
@@ -120,14 +174,18 @@ class Run:
             row |= trainer.method.facts()
             if epoch % _SCORED == 0 or epoch == trainer.epochs:
                 row |= self._scores(trainer)
-            row["seconds"] = round(time.perf_counter() - start, 2)
+            now = time.perf_counter()
+            row["seconds"] = round(now - start, 2)
+            if not self.writes:
+                continue
             with log.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
             self.progress(row)
-            if epoch % _EVERY == 0 or epoch == trainer.epochs:
-                new = kept.with_suffix(".new")
+            if now - saved >= _PAUSE or epoch == trainer.epochs:
+                saved, new = now, kept.with_suffix(".new")
                 torch.save(trainer.state(), new)
                 new.replace(kept)
+        wait_for_all()
 
     def _scores(self, trainer: Trainer) -> dict[str, float]:
         found = {self.data.measure: self.score(trainer.model)}
@@ -175,6 +233,7 @@ class Run:
             "scored_on": scored,
             "trained_on": learned,
             "identical_predictions": bool((full == small).all()),
+            **self.data.details(small),
             "recipe": dataclasses.asdict(self.recipe),
             **environment(),
         }
@@ -200,12 +259,16 @@ class Run:
             row = {**card["table"][-1], "stage": "after fine-tuning", **score}
             tuned = {**card, "table": [*card["table"], row], **score}
             card = {**tuned, "sha256_tuned": self._write(small, "tuned", tuned)}
-        (self.out / "card.json").write_text(json.dumps(card, indent=1) + "\n", encoding="utf-8")
-        self._drop_checkpoints()
+        if self.writes:
+            (self.out / "card.json").write_text(json.dumps(card, indent=1) + "\n", "utf-8")
+            self._drop_checkpoints()
+        wait_for_all()
         return card
 
     def _write(self, model: nn.Module, name: str, card: dict[str, Any]) -> str:
         """A file that `rebuilt` reads; or, if another library did the cutting, a state dict."""
+        if not self.writes:
+            return ""
         file = self.out / f"{name}.safetensors"
         if hasattr(model, RECIPE):
             save(model, file, card={k: v for k, v in card.items() if k != "sha256"})
@@ -220,6 +283,16 @@ def write_state(model: nn.Module, file: Path) -> None:
     new = file.with_suffix(".new")
     save_file({k: v.cpu().contiguous() for k, v in model.state_dict().items()}, str(new))
     new.replace(file)  # whole: other runs may wait for it
+
+
+def begun(model: nn.Module, file: Path) -> None:
+    """Weights from a file into the parts of a model that have the same names and shapes."""
+    found = load_file(str(file)) if file.exists() else {}
+    own = model.state_dict()
+    fits = {k: v for k, v in found.items() if k in own and own[k].shape == v.shape}
+    if not fits:
+        raise PruneError(f"--start {file}: it has no weights that fit this network by name.")
+    model.load_state_dict(fits, strict=False)
 
 
 def copied(model: nn.Module, other: nn.Module) -> nn.Module:

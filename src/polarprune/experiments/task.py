@@ -72,6 +72,10 @@ class Task(ABC):
     @abstractmethod
     def score(self, answers: Tensor) -> float: ...
 
+    def details(self, answers: Tensor) -> dict[str, Any]:
+        """What a card should say besides the score."""
+        return {}
+
     @abstractmethod
     def loss(self, model: nn.Module) -> float:
         """On what is scored on."""

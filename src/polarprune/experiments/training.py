@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from ..pruner import Pruner
@@ -106,14 +107,13 @@ class Trainer:
         self.model, self.batches, self.recipe = model, batches, recipe
         self.epochs, self.pruner, self.method = epochs, pruner, method or Method()
         self.teacher = copy.deepcopy(teacher).eval().requires_grad_(False) if teacher else None
-        self._scores: Any = model
+        self.device = batches.device
+        self._wrap()
         self._opinion: Any = self.teacher
-        if recipe.compiled:
-            self._scores = torch.compile(model)
-            self._opinion = torch.compile(self.teacher) if self.teacher else None
+        if recipe.compiled and self.teacher:
+            self._opinion = torch.compile(self.teacher)
         self.steps = epochs * batches.per_epoch
         self.done = 0  # steps
-        self.device = batches.device
         on_gpu = self.device.type == "cuda"
         groups: Groups = (
             pruner.param_groups(lr=lr, weight_decay=recipe.weight_decay)
@@ -131,9 +131,17 @@ class Trainer:
         if pruner:
             pruner.attach(self.optimizer)
         self.sums = torch.zeros(2, device=self.device)  # of losses, and of right answers
-        captured = on_gpu and self.method.captured and batches.captured
+        alone = not distributed.is_initialized()
+        captured = on_gpu and alone and self.method.captured and batches.captured
         self._run = Captured(self._step, captured)
         self._compactions = 0
+
+    def _wrap(self) -> None:
+        """What is called for the model's answers; of several processes each has its own batches."""
+        self._scores: Any = torch.compile(self.model) if self.recipe.compiled else self.model
+        if distributed.is_initialized():
+            ids = [self.device] if self.device.type == "cuda" else None
+            self._scores = DistributedDataParallel(self._scores, device_ids=ids)
 
     def _step(self) -> None:
         self.model.train()
@@ -160,10 +168,14 @@ class Trainer:
                 group["lr"] = rate * share
 
     def epoch(self) -> dict[str, float]:
-        """One pass over the images."""
+        """One pass over what there is to learn from."""
         self.batches.shuffle()
+        return self.advance(self.batches.per_epoch)
+
+    def advance(self, count: int) -> dict[str, float]:
+        """So many steps of an epoch."""
         self.sums.zero_()
-        for _ in range(self.batches.per_epoch):
+        for _ in range(count):
             self._set_rate()
             replayed = self._run()
             if replayed and self.pruner is not None:
@@ -172,7 +184,8 @@ class Trainer:
             if self.pruner is not None and self.pruner.compactions > self._compactions:
                 self._compactions = self.pruner.compactions
                 self._run.forget()
-        loss, right = (self.sums / self.batches.per_epoch).tolist()
+                self._wrap()
+        loss, right = (self.sums / count).tolist()
         return {"loss": loss, "train_accuracy": right}
 
     def state(self) -> dict[str, Any]:

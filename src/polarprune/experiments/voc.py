@@ -92,6 +92,10 @@ class Voc(Task):
         by_class = intersections(answers, self.test.masks)
         return float(by_class[~by_class.isnan()].mean())
 
+    def details(self, answers: Tensor) -> dict[str, Any]:
+        by_class = zip(CLASSES, intersections(answers, self.test.masks).tolist(), strict=True)
+        return {"IoU": {name: share for name, share in by_class if share == share}}
+
     def loss(self, model: nn.Module, batch: int = 8) -> float:
         sums = []
         with evaluating(model):

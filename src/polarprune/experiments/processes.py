@@ -1,0 +1,47 @@
+"""One process, or several that `torchrun` started: each has its GPU, the first one writes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, distributed
+
+
+@contextmanager
+def joined(device: str) -> Iterator[str]:
+    """Meet the others, if there are any; the device of this process."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        yield device
+        return
+    on_gpu = device.startswith("cuda")
+    if on_gpu:
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(device)
+    distributed.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        yield device
+    finally:
+        distributed.destroy_process_group()
+
+
+def place() -> tuple[int, int]:
+    """The number of this process, and how many there are."""
+    if not distributed.is_initialized():
+        return 0, 1
+    return distributed.get_rank(), distributed.get_world_size()
+
+
+def summed(tensor: Tensor) -> Tensor:
+    """Over all processes."""
+    if distributed.is_initialized():
+        distributed.all_reduce(tensor)
+    return tensor
+
+
+def wait_for_all() -> None:
+    """The first writes what the others read."""
+    if distributed.is_initialized():
+        distributed.barrier()
