@@ -21,7 +21,7 @@ from .checkpoint import load, save
 from .demo import Demo, Settings
 from .errors import PruneError
 from .experiments import methods
-from .experiments.kinds import open_data
+from .experiments.kinds import KINDS, open_data
 from .experiments.processes import joined, place
 from .experiments.recipes import recipe
 from .experiments.run import Run, rebuilt
@@ -124,7 +124,7 @@ def _show(report: Report, budget: float) -> None:
 @app.command()
 def train(
     network: Annotated[str, typer.Argument(help="a network or recipe: resnet56, vgg16-paper, ...")],
-    data: Annotated[str, typer.Option(help="cifar10:DIR, imagenet:DIR or voc:DIR")],
+    data: Annotated[str, typer.Option(help=", ".join(f"{kind}:DIR" for kind in KINDS))],
     macs: Annotated[float | None, typer.Option(help="budget, as a fraction of the MACs")] = None,
     params: Annotated[float | None, typer.Option(help="the same for parameters")] = None,
     lam: Annotated[
@@ -179,13 +179,14 @@ def train(
                 return
             model = run.baseline(baseline, start)
             if not given:
-                console.print(f"baseline: {run.score(model):.2%}", markup=False)
+                console.print(f"baseline: {found.shown(run.score(model))}", markup=False)
                 return
             card = methods.prune(run, model, method, **given)
     except PruneError as error:
         _fail(error)
     for row in card["table"]:
-        console.print(f"{row['stage']:>16}  {row[card['measure']]:.2%}  {row['macs']:,} MACs  "
+        score = found.shown(row[found.measure])
+        console.print(f"{row['stage']:>16}  {score}  {row['macs']:,} MACs  "
                       f"{row['params']:,} params", markup=False, highlight=False)  # fmt: skip
     console.print(f"{card['macs_share']:.2%} of the MACs, {card['params_share']:.2%} of the params."
                   f" Written to {out}/", markup=False)  # fmt: skip
@@ -219,7 +220,7 @@ def _changes(given: list[str]) -> dict[str, Any]:
 @app.command("eval")
 def evaluate(
     file: Annotated[Path, typer.Argument(help="a model of the zoo, or one that train wrote")],
-    data: Annotated[str, typer.Option(help="cifar10:DIR, imagenet:DIR or voc:DIR")],
+    data: Annotated[str, typer.Option(help=", ".join(f"{kind}:DIR" for kind in KINDS))],
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
 ) -> None:
     """Rebuild a pruned network from its file and score it."""
@@ -234,8 +235,8 @@ def evaluate(
         f"{file.name}: {card['network']}, {card['macs'] / 1e6:.2f} M MACs "
         f"({card['macs_share']:.2%}), {card['params'] / 1e6:.3f} M params "
         f"({card['params_share']:.2%})\n"
-        f"{task.measure} {found:.2%} on {task.counts[1]:,} images in "
-        f"{time.perf_counter() - start:.0f} s (its card: {card[task.measure]:.2%})",
+        f"{task.measure} {task.shown(found)} on {task.counts[1]:,} images in "
+        f"{time.perf_counter() - start:.0f} s (its card: {task.shown(card[task.measure])})",
         markup=False,
     )
 

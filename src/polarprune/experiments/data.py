@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import PruneError
 from .recipes import Recipe
-from .task import Stream, Task, evaluating
+from .task import Shuffled, Task, evaluating
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 _PADDING = 4
@@ -138,33 +138,22 @@ class _Plain(pickle.Unpickler):
         raise PruneError(f"--data: a batch holds {module}.{name}; this is not CIFAR-10.")
 
 
-class Batches(Stream):
+class Batches(Shuffled):
     """Batches for training, drawn on the device: shuffled, shifted by up to 4 pixels, flipped.
 
     With `cutout`, a square of so many pixels, centred anywhere in the image, is blank.
     """
 
     def __init__(self, images: Images, size: int, *, cutout: int = 0) -> None:
+        super().__init__(len(images), size, images.x.device)
         frame = (0, 0, _PADDING, _PADDING, _PADDING, _PADDING)
-        self.x = torch.nn.functional.pad(images.x, frame)
-        self.y, self.size, self.cutout = images.y, size, cutout
+        self.x = F.pad(images.x, frame)
+        self.y, self.cutout = images.y, cutout
         self.height, self.width = images.x.shape[1:3]
-        self.device = device = images.x.device
-        self.per_epoch = len(images) // size
-        self.order = torch.zeros(self.per_epoch * size, dtype=torch.long, device=device)
-        self.at = torch.zeros((), dtype=torch.long, device=device)
-        self.scale = _scale(device)
-
-    def shuffle(self) -> None:
-        order = torch.randperm(len(self.y), device=self.order.device)
-        self.order.copy_(order[: len(self.order)])
-        self.at.zero_()
+        self.scale = _scale(self.device)
 
     def next(self) -> tuple[Tensor, Tensor]:
-        device = self.order.device
-        mine = torch.arange(self.size, device=device)
-        pick = self.order[self.at + mine]
-        self.at += self.size
+        device, pick = self.device, self.pick()
         shift = torch.randint(0, 2 * _PADDING + 1, (2, self.size, 1), device=device)
         flip = torch.rand(self.size, 1, device=device) < 0.5
         rows = shift[0] + torch.arange(self.height, device=device)
@@ -185,8 +174,8 @@ class Batches(Stream):
 
     def _far(self, length: int) -> Tensor:
         """For each image the places that the square does not reach, along one axis."""
-        along = torch.arange(length, device=self.order.device)
-        centre = torch.randint(0, length, (self.size, 1), device=self.order.device)
+        along = torch.arange(length, device=self.device)
+        centre = torch.randint(0, length, (self.size, 1), device=self.device)
         return (along - centre + self.cutout // 2) % (2 * length) >= self.cutout
 
 

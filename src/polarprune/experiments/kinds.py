@@ -9,18 +9,20 @@ from ..errors import PruneError
 from .data import open_cifar10
 from .imagenet import open_imagenet
 from .recipes import Recipe
+from .style import open_style
 from .task import Task
 from .voc import open_voc
 
 KINDS: dict[str, Callable[[Path], Task]] = {
     "cifar10": open_cifar10,
     "imagenet": open_imagenet,
+    "style": open_style,
     "voc": open_voc,
 }
 
 
 def open_data(name: str, recipe: Recipe | None = None) -> Task:
-    """`cifar10:DIR`, `imagenet:DIR`, `voc:DIR`; a recipe says which of them it is for."""
+    """`cifar10:DIR`, `imagenet:DIR` and so on; a recipe says which of them it is for."""
     kind, _, folder = name.partition(":")
     wanted = [recipe.data] if recipe else list(KINDS)
     if kind not in wanted or not folder:

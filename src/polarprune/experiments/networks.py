@@ -11,8 +11,9 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .deeplab import DeepLabV3Plus
+from .deeplab import DeepLabV3Plus, Enlarged
 from .imagenet import MobileNetV1, mobilenet_v2, resnet50
+from .style import StyleNet
 
 
 class Basic(nn.Module):
@@ -154,6 +155,8 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "vgg16": VGG,
     "mobilenetv2": MobileNetV2,
     "deeplabv3plus": DeepLabV3Plus,
+    "deeplab_backbone": Enlarged,
+    "stylenet": StyleNet,
     "mobilenet_v1": MobileNetV1,
     "mobilenet_v2": mobilenet_v2,
     "resnet50": resnet50,

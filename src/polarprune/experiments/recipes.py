@@ -45,6 +45,7 @@ class Recipe:
     warm_up: float = 5.0  # epochs in which the rate rises from 0
     rates: str = "cosine"  # or "steps": a tenth after each quarter; or "poly": (1 - t)^0.9
     slow: str = ""  # modules whose names begin so learn at a tenth of the rate
+    optimizer: str = "sgd"  # or "adam"
     momentum: float = 0.9
     nesterov: bool = True
     weight_decay: float = 5e-4
@@ -128,6 +129,19 @@ RECIPES = {
         rates="poly",
         weight_decay=5e-4,
         crop=513,
+    ),
+    "deeplab_backbone": Recipe("deeplab_backbone", baseline_epochs=30, baseline_lr=0.1),
+    "stylenet": Recipe(  # as PyTorch's example, which the paper started from
+        "stylenet",
+        "style",
+        baseline_epochs=40,
+        epochs=40,
+        batch=4,
+        baseline_lr=1e-3,
+        lr=1e-3,
+        warm_up=0.0,
+        optimizer="adam",
+        weight_decay=0.0,
     ),
     "mobilenet_v1": _imagenet("mobilenet_v1", rates="steps"),
     "mobilenet_v2": _imagenet(

@@ -232,7 +232,7 @@ class Run:
             "params_share": left["params"] / whole["params"],
             "scored_on": scored,
             "trained_on": learned,
-            "identical_predictions": bool((full == small).all()),
+            "identical_predictions": self.data.same(full, small),
             **self.data.details(small),
             "recipe": dataclasses.asdict(self.recipe),
             **environment(),

@@ -41,6 +41,27 @@ class Stream(ABC):
         """The share of answers that are right, for the log."""
 
 
+class Shuffled(Stream):
+    """Of data that lie on the device as a whole; all that changes is written in place."""
+
+    def __init__(self, count: int, size: int, device: torch.device) -> None:
+        self.count, self.size, self.device = count, size, device
+        self.per_epoch = count // size
+        self.order = torch.zeros(self.per_epoch * size, dtype=torch.long, device=device)
+        self.at = torch.zeros((), dtype=torch.long, device=device)
+
+    def shuffle(self) -> None:
+        order = torch.randperm(self.count, device=self.device)
+        self.order.copy_(order[: len(self.order)])
+        self.at.zero_()
+
+    def pick(self) -> Tensor:
+        """The places of the next batch."""
+        places = self.order[self.at + torch.arange(self.size, device=self.device)]
+        self.at += self.size
+        return places
+
+
 class Task(ABC):
     """Data on the device where they are used, to learn from and to score on."""
 
@@ -71,6 +92,13 @@ class Task(ABC):
 
     @abstractmethod
     def score(self, answers: Tensor) -> float: ...
+
+    def same(self, one: Tensor, other: Tensor) -> bool:
+        """Are these answers alike?"""
+        return bool((one == other).all())
+
+    def shown(self, score: float) -> str:
+        return f"{score:.2%}"
 
     def details(self, answers: Tensor) -> dict[str, Any]:
         """What a card should say besides the score."""

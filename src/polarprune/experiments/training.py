@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD
+from torch.optim import SGD, Adam, Optimizer
 
 from ..pruner import Pruner
 from .recipes import Recipe
@@ -125,9 +125,13 @@ class Trainer:
         if on_gpu:  # a captured step reads the rate from the device
             for group in groups:
                 group["lr"] = torch.tensor(group["lr"], device=self.device)
-        self.optimizer = SGD(
-            groups, momentum=recipe.momentum, nesterov=recipe.nesterov, fused=on_gpu or None
-        )
+        self.optimizer: Optimizer
+        if recipe.optimizer == "adam":
+            self.optimizer = Adam(groups, fused=on_gpu or None, capturable=on_gpu)
+        else:
+            self.optimizer = SGD(
+                groups, momentum=recipe.momentum, nesterov=recipe.nesterov, fused=on_gpu or None
+            )
         if pruner:
             pruner.attach(self.optimizer)
         self.sums = torch.zeros(2, device=self.device)  # of losses, and of right answers

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import PruneError
 from .recipes import Recipe
-from .task import Stream, Task, evaluating
+from .task import Shuffled, Task, evaluating
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CLASSES = (
@@ -121,25 +121,15 @@ def intersections(answers: Tensor, masks: Tensor) -> Tensor:
     return both / (table.sum(0) + table.sum(1) - both)
 
 
-class Crops(Stream):
+class Crops(Shuffled):
     """Squares cut out of photos that were made half to twice as large and perhaps turned over."""
 
     def __init__(self, photos: Photos, size: int, crop: int) -> None:
-        self.photos, self.size, self.crop = photos, size, crop
-        self.device = photos.x.device
-        self.per_epoch = len(photos) // size
-        self.order = torch.zeros(self.per_epoch * size, dtype=torch.long, device=self.device)
-        self.at = torch.zeros((), dtype=torch.long, device=self.device)
-
-    def shuffle(self) -> None:
-        order = torch.randperm(len(self.photos), device=self.device)
-        self.order.copy_(order[: len(self.order)])
-        self.at.zero_()
+        super().__init__(len(photos), size, photos.x.device)
+        self.photos, self.crop = photos, crop
 
     def next(self) -> tuple[Tensor, Tensor]:
-        pick = self.order[self.at + torch.arange(self.size, device=self.device)]
-        self.at += self.size
-        mine = self.photos.pick(pick)
+        mine = self.photos.pick(self.pick())
         where = self._where(mine.sizes)
         x = F.grid_sample(mine.normalised(), where, mode="bilinear", align_corners=False)
         masks = mine.masks[:, None].float()
