@@ -27,7 +27,7 @@ from polarprune.cost import Quadratic
 from polarprune.experiments import methods
 from polarprune.experiments.concrete import HardConcrete, Steering, expected_share
 from polarprune.experiments.data import Batches, Data, accuracy
-from polarprune.experiments.methods import L0, METHODS, Lasso, Slimming
+from polarprune.experiments.methods import L0, METHODS, KernelGates, Lasso, NaiveSL0, Slimming
 from polarprune.experiments.networks import ResNet
 from polarprune.experiments.recipes import Controls, recipe
 from polarprune.experiments.run import Run, rebuilt
@@ -41,7 +41,7 @@ from results import MARKS, write
 EXAMPLE = torch.randn(2, 3, 32, 32)
 INSTALLED = importlib.util.find_spec("torch_pruning") is not None
 needs_torch_pruning = pytest.mark.skipif(not INSTALLED, reason="needs torch-pruning")
-OURS = [name for name in METHODS if name != "torch-pruning"]
+OURS = [name for name in methods.EVERY if name != "torch-pruning"]
 EVERY = [*OURS, pytest.param("torch-pruning", marks=needs_torch_pruning)]
 
 
@@ -105,7 +105,7 @@ class Stop(Exception):
     pass
 
 
-@pytest.mark.parametrize("method", ["l0", "lasso"])
+@pytest.mark.parametrize("method", ["l0", "lasso", "kernel-gates"])
 def test_a_control_goes_on_where_it_was_cut_off(
     method: str, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,14 +319,88 @@ def test_what_is_cut_at_closed_gates_changes_nothing() -> None:
     assert torch.allclose(model(EXAMPLE), small.eval()(EXAMPLE), atol=1e-5)
 
 
-def test_the_gates_reach_the_budget_by_themselves(data: Data) -> None:
+@pytest.mark.parametrize("kind", [L0, KernelGates])
+def test_the_gates_reach_the_budget_by_themselves(kind: Any, data: Data) -> None:
     torch.manual_seed(0)
     model, batches = Tiny(), Batches(data.train, 20)
-    method = control(L0, model, steps=1200)
+    method = control(kind, model, steps=1200)
     trainer = Trainer(model, batches, TINY, epochs=120, lr=0.1, method=method)
     while trainer.done < trainer.steps:
         trainer.epoch()
     assert method.shares().tolist()[0] == pytest.approx(0.5, abs=0.04)
+
+
+# --- gates made of kernels ------------------------------------------------------------------------
+
+
+def kernels(model: Any) -> Tensor:
+    """Norms by hand of the weights that read the channels of one and two."""
+    return torch.cat([model.two.weight.detach().square().sum((0, 2, 3)).sqrt(),
+                      model.head.weight.detach().norm(dim=0)])  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [KernelGates, NaiveSL0])
+def test_gates_made_of_kernels_begin_where_ours_do(kind: Any) -> None:
+    model = Tiny()
+    norms = kernels(model)
+    method = control(kind, model, steps=40)
+    assert method.norms().allclose(norms, rtol=1e-5)
+    assert method.values().allclose(torch.tensor(1 / 1.1), rtol=1e-5)
+    method.steering.step.fill_(20)
+    decay = (recipe("tiny").schedule.eps_end / 0.1) ** 0.5
+    assert method.values().allclose(1 / (1 + 0.1 * torch.tensor(decay)), rtol=1e-5)
+
+
+def test_a_network_computes_with_gates_of_its_kernels() -> None:
+    torch.manual_seed(0)
+    model: Any = Tiny().train()
+    twin = copy.deepcopy(model)
+    method = control(KernelGates, model)
+    method.begin()
+    with torch.no_grad():
+        twin.two.weight /= 1.1
+        twin.head.weight /= 1.1
+    assert model(EXAMPLE).allclose(twin(EXAMPLE), atol=1e-5)
+    model(EXAMPLE).sum().backward()
+    assert model.two.parametrizations.weight.original.grad is not None
+
+
+def test_the_proximal_step_shrinks_kernels_by_their_price_for_good() -> None:
+    model: Any = Tiny()
+    method = control(KernelGates, model)
+    before, prices = method.norms().detach(), torch.tensor(
+        [macs for macs, _ in method.graph.cost.prices().values()])  # fmt: skip
+    method.steer = lambda shares: torch.tensor([2.0])
+    widths = torch.tensor([12.0, 16.0]) / 1.1
+    cost, rate = method.graph.cost.parts["macs"], 0.05
+    own = (cost.q @ widths.double() + cost.b) / method.whole["macs"]
+    method.after(rate)
+    shrunk = before - 2.0 * rate * own.float().repeat_interleave(torch.tensor([12, 16]))
+    assert method.norms().allclose(shrunk, rtol=1e-4) and bool((prices > 0).all())
+    assert bool((shrunk > 0).all()) and not bool(method.closed.any())
+    method.steer = lambda shares: torch.tensor([1e4])
+    method.after(rate)
+    assert bool(method.closed.all())
+    with torch.no_grad():
+        model.two.parametrizations.weight.original += 1.0
+    method.steer = lambda shares: torch.tensor([0.0])
+    method.after(rate)
+    assert not bool(model.two.parametrizations.weight.original.any())
+
+
+def test_naive_sl0_pulls_at_kernels_and_leaves_the_forward_pass_alone() -> None:
+    model: Any = Tiny().eval()
+    wanted = model(EXAMPLE)
+    method = control(NaiveSL0, model, naive_sl0=3.0)
+    assert torch.equal(model(EXAMPLE), wanted)
+    share = method.shares().detach()
+    penalty = method.penalty()
+    assert float(penalty) == pytest.approx(3.0 * float(share), rel=1e-5)
+    assert int(method.steering.step) == 1
+    penalty.backward()
+    slope = model.head.weight.grad
+    assert bool((slope * model.head.weight > 0).any(0).all())  # shrinks every kernel
+    assert model.one.weight.grad is None and model.bn.weight.grad is None
 
 
 # --- in a captured step ---------------------------------------------------------------------------
@@ -335,7 +409,7 @@ def test_the_gates_reach_the_budget_by_themselves(data: Data) -> None:
 @pytest.mark.parametrize("name", OURS)
 def test_a_step_reads_nothing_back(name: str, data: Data) -> None:
     model = ResNet(1)
-    method = control(METHODS[name], model)
+    method = control(methods.EVERY[name], model)
     assert method.captured
     trainer = Trainer(model, Batches(data.train, 20), TINY, epochs=4, lr=0.05, method=method)
     trainer.batches.shuffle()
@@ -353,7 +427,7 @@ def test_a_captured_step_trains_like_an_eager_one(name: str) -> None:
     for captured in (False, True):
         torch.manual_seed(0)
         model = ResNet(1).cuda()
-        kind = METHODS[name]
+        kind = methods.EVERY[name]
         method = kind(model, EXAMPLE.cuda(), recipe("tiny"), 40, {"macs": 0.5})
         method.captured = captured
         trainer = Trainer(model, Batches(few, 20), TINY, epochs=4, lr=0.02, method=method)

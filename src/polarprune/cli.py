@@ -132,7 +132,10 @@ def train(
         typer.Option(help="the paper's λ instead of a budget; leaves the ratio open"),
     ] = None,
     method: Annotated[
-        str, typer.Option(help="gdp is ours; to compare: " + ", ".join(methods.METHODS))
+        str,
+        typer.Option(
+            help="gdp is ours; to compare: " + ", ".join(methods.METHODS | methods.ABLATIONS)
+        ),
     ] = "gdp",
     out: Annotated[Path, typer.Option(help="folder for models, log and report")] = Path(
         "runs/train"

@@ -55,16 +55,20 @@ def scale_scores(model: nn.Module, graph: Graph) -> Tensor:
 
 
 class UnitNorms:
-    """ℓ2 norm of all parameters that go with each unit: those that make it, follow it and read it.
+    """ℓ2 norm of all parameters that go with each unit: those that make it, follow it and read it;
+    with `axes=graph.sites` only of those that read it.
 
     Can be differentiated, and captured in a CUDA graph. `sizes`: how many numbers each norm is of.
     """
 
-    def __init__(self, model: nn.Module, graph: Graph) -> None:
+    def __init__(
+        self, model: nn.Module, graph: Graph, axes: dict[str, dict[int, Tensor]] | None = None
+    ) -> None:
+        axes = graph.axes if axes is None else axes
         self.parts: list[tuple[Tensor, int, Tensor]] = []
         self.sizes = torch.zeros(graph.units + 1, device=next(model.parameters()).device)
         for name, tensor in model.named_parameters():
-            for axis, units in graph.axes.get(name, {}).items():
+            for axis, units in axes.get(name, {}).items():
                 slots = torch.where(units == WHOLE, graph.units, units).to(tensor.device)
                 self.parts.append((tensor, axis, slots))
                 each = torch.full_like(slots, tensor.numel() // len(slots), dtype=torch.float32)
@@ -77,6 +81,15 @@ class UnitNorms:
             mine = tensor.float().square().movedim(axis, 0).reshape(len(slots), -1).sum(1)
             squares = squares.index_add(0, slots, mine)
         return (squares[:-1] + _TINY).sqrt()
+
+    @torch.no_grad()
+    def scale(self, factors: Tensor) -> None:
+        """Multiply all that a norm is of."""
+        factors = torch.cat([factors, factors.new_ones(1)])
+        for tensor, axis, slots in self.parts:
+            shape = [1] * tensor.dim()
+            shape[axis] = -1
+            tensor.mul_(factors[slots].reshape(shape))
 
 
 def plan_by_score(graph: Graph, scores: Tensor, *, multiple_of: int = 1, **limits: float) -> Plan:

@@ -1,9 +1,9 @@
-"""Hard-concrete gates (Louizos, Welling, Kingma: Learning sparse neural networks through L0
-regularization, 2018), where our gates would be.
+"""Other gates where ours would be, and how λ is steered with them.
 
-A gate is σ((log u - log(1 - u) + log α) / β) with u uniform, stretched to γ … ζ and cut off at 0
-and 1: it is exactly 0 or 1 with some chance, and can be differentiated. Afterwards σ(log α) takes
-the place of the random number.
+Hard-concrete gates (Louizos, Welling, Kingma: Learning sparse neural networks through L0
+regularization, 2018): a gate is σ((log u - log(1 - u) + log α) / β) with u uniform, stretched to
+γ … ζ and cut off at 0 and 1. It is exactly 0 or 1 with some chance, and can be differentiated.
+Afterwards σ(log α) takes the place of the random number.
 """
 
 from __future__ import annotations
@@ -54,6 +54,22 @@ class HardConcrete(Gate):
         """P(z ≠ 0) = σ(log α - β log(-γ/ζ))"""
         n = self.numbers
         return torch.sigmoid(self.alpha - n.l0_beta * math.log(-n.l0_gamma / n.l0_zeta))
+
+
+class Borrowed(Gate):
+    """Gates whose values come from elsewhere: those of this step, or the last."""
+
+    last: Tensor
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.alpha.requires_grad_(False)
+        self.register_buffer("last", torch.ones(size))
+        self.now: Tensor | None = None
+
+    def values(self) -> Tensor:
+        learning = self.training and torch.is_grad_enabled() and self.now is not None
+        return self.now if learning else self.last  # type: ignore[return-value]
 
 
 def expected_share(cost: Quadratic, whole: float, chances: list[Tensor]) -> Tensor:

@@ -12,11 +12,14 @@ budget, the channels are cut, and what is left is fine-tuned. Only Torch-Pruning
 | `lasso` | Σ √size · ‖w‖ over all weights that go with a channel | all norms below a threshold |
 | `l0` | hard-concrete gates (Louizos et al., 2018), λ · E[MACs] | zeros, then the least likely |
 | `torch-pruning` | regularizer of its GroupNormPruner | what that takes, globally |
+
+And two that the paper compares with: `kernel-gates` ("not introducing α") and `naive-sl0`.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -35,12 +38,13 @@ from ..controls import (
 )
 from ..cost import Quadratic
 from ..errors import PruneError
+from ..gates import gate_value
 from ..groups import Plan
 from ..place import place
 from ..proof import count_macs
 from ..surgery import plain, shrink
 from ..trace import trace
-from .concrete import HardConcrete, Steering, expected_share
+from .concrete import Borrowed, HardConcrete, Steering, expected_share
 from .recipes import Recipe
 from .run import Run, copied
 from .training import Groups, Method, Trainer, recalibrate
@@ -141,24 +145,70 @@ class Lasso(Planned):
         return self._above_threshold(self.norms().detach())
 
 
-class L0(Planned):
-    """Hard-concrete gates; λ is steered so that the expected cost goes down along the path that
-    ours takes, and stays at the budget."""
+class Steered(Planned):
+    """λ is steered so that the expected cost goes down along the path that ours takes, and stays at
+    the budget."""
 
     def set_up(self) -> None:
         super().set_up()
-        home = next(self.model.parameters()).device
-        groups = self.graph.open.items()
-        self.gates = {k: HardConcrete(group.size, self.numbers).to(home) for k, group in groups}
-        place(self.model, self.graph, dict(self.gates), torch.ones(self.graph.units).bool())
+        self.home = next(self.model.parameters()).device
         parts, self.whole = self.graph.cost.parts, self.graph.cost.original()
         self.costs = {
-            key: Quadratic(parts[key].q.to(home), parts[key].b.to(home), parts[key].c)
+            key: Quadratic(parts[key].q.to(self.home), parts[key].b.to(self.home), parts[key].c)
             for key in self.limits
         }
         ways = [self.recipe.schedule.path(step, self.steps) for step in range(self.steps)]
-        path = torch.tensor(ways, dtype=torch.float64, device=home)
-        self.steering = Steering(path, self.numbers.l0_push, self.numbers.l0_rise)
+        path = torch.tensor(ways, dtype=torch.float64, device=self.home)
+        self.steering = Steering(path, *self.strength())
+
+    def strength(self) -> tuple[float, float]:
+        """Of λ: at once, and in the long run."""
+        return self.numbers.l0_push, self.numbers.l0_rise
+
+    @abstractmethod
+    def chances(self) -> list[Tensor]:
+        """For every group, how much of each of its channels is there."""
+
+    def shares(self) -> Tensor:
+        """Expected, of each resource that has a budget."""
+        chances = self.chances()
+        return torch.stack([
+            expected_share(cost, self.whole[key], chances) for key, cost in self.costs.items()
+        ])  # fmt: skip
+
+    def steer(self, shares: Tensor) -> Tensor:
+        """λ, by the resource that is furthest from its budget: 1 at the start, 0 when there."""
+        ways = [(share - limit) / (1 - limit)
+                for share, limit in zip(shares, self.limits.values(), strict=True)]  # fmt: skip
+        return self.steering.follow(torch.stack(ways).amax())
+
+    def penalty(self) -> Tensor | None:
+        shares = self.shares()
+        return (self.steer(shares) * shares.sum()).sum().float()
+
+    def facts(self) -> dict[str, Any]:
+        shares = zip(self.limits, self.shares().tolist(), strict=True)
+        return {f"expected_{key}": share for key, share in shares} | {
+            "lam": float(self.steering.lam)
+        }
+
+    def state(self) -> dict[str, Tensor]:
+        return {"step": self.steering.step, "sum": self.steering.sum}
+
+    def plan(self) -> Plan:
+        return self._above_threshold(torch.cat(self.chances()).detach())
+
+
+class L0(Steered):
+    """Hard-concrete gates."""
+
+    def set_up(self) -> None:
+        super().set_up()
+        self.gates = {
+            name: HardConcrete(group.size, self.numbers).to(self.home)
+            for name, group in self.graph.open.items()
+        }
+        place(self.model, self.graph, dict(self.gates), torch.ones(self.graph.units).bool())
 
     def param_groups(self, model: nn.Module, lr: float, weight_decay: float) -> Groups:
         alphas = [gate.alpha for gate in self.gates.values()]
@@ -173,32 +223,8 @@ class L0(Planned):
         for gate in self.gates.values():
             gate.draw()
 
-    def shares(self) -> Tensor:
-        """Expected, of each resource that has a budget."""
-        chances = [gate.chance() for gate in self.gates.values()]
-        return torch.stack([
-            expected_share(cost, self.whole[key], chances) for key, cost in self.costs.items()
-        ])  # fmt: skip
-
-    def penalty(self) -> Tensor:
-        shares = self.shares()
-        return (self.steering.follow(self._way_left(shares)) * shares.sum()).sum().float()
-
-    def _way_left(self, shares: Tensor) -> Tensor:
-        """1 at the start, 0 at the budget; of the resource that is furthest from it."""
-        ways = [(share - limit) / (1 - limit)
-                for share, limit in zip(shares, self.limits.values(), strict=True)]  # fmt: skip
-        return torch.stack(ways).amax()
-
-    def facts(self) -> dict[str, Any]:
-        shares = zip(self.limits, self.shares().tolist(), strict=True)
-        return {f"expected_{key}": share for key, share in shares} | {
-            "lam_l0": float(self.steering.lam)
-        }
-
-    def state(self) -> dict[str, Tensor]:
-        steering = self.steering
-        return {"step": steering.step, "sum": steering.sum}
+    def chances(self) -> list[Tensor]:
+        return [gate.chance() for gate in self.gates.values()]
 
     def trained(self) -> nn.Module:
         return plain(self.model.eval())
@@ -207,6 +233,90 @@ class L0(Planned):
         gates = self.gates.values()
         chances = [gate.chance() * (gate.settled() > 0) for gate in gates]
         return self._above_threshold(torch.cat(chances).detach())
+
+
+class Kernels(Steered):
+    """Gates g(‖w‖), where ‖w‖ is of all weights that read a channel; ε begins as a tenth of its own
+    ‖w‖²."""
+
+    def set_up(self) -> None:
+        super().set_up()
+        self.norms = UnitNorms(self.model, self.graph, self.graph.sites)
+        self.first = self.norms().detach().square() / 10
+        schedule = self.recipe.schedule
+        self.decay = math.log(schedule.eps_end / schedule.eps_start) / self.steps
+
+    def values(self) -> Tensor:
+        """All gates: 1 / 1.1 at the start."""
+        return gate_value(self.norms(), self.first * torch.exp(self.decay * self.steering.step))
+
+    def chances(self) -> list[Tensor]:
+        return list(self.values().split([group.size for group in self.graph.open.values()]))
+
+    def strength(self) -> tuple[float, float]:
+        return self.numbers.kernel_push, self.numbers.kernel_rise
+
+    def plan(self) -> Plan:
+        """In the order of the gates, which are too near to 1 to be told apart at the end."""
+        return self._above_threshold((self.norms().square() / self.first).detach())
+
+    def state(self) -> dict[str, Tensor]:
+        return {**super().state(), "first": self.first}
+
+
+class NaiveSL0(Kernels):
+    """g as a regularizer, as smoothed ℓ0 was meant at first: loss + λ · R(g(‖w‖)). λ is fixed: while
+    a path is waited for, ε decays, and what is open can no longer be moved. A gradient near zero is
+    as steep as 1/√ε, so that kernels are thrown about there, as the paper found."""
+
+    def steer(self, shares: Tensor) -> Tensor:
+        self.steering.lam.copy_(super().steer(shares)).fill_(self.numbers.naive_sl0)
+        return self.steering.lam
+
+
+class KernelGates(Kernels):
+    """No α: the gates are g(‖w‖), and the proximal step shrinks the weights that read a channel."""
+
+    def set_up(self) -> None:
+        super().set_up()
+        self.gates = {name: Borrowed(group.size) for name, group in self.graph.open.items()}
+        for gate in self.gates.values():
+            gate.to(self.home)
+        place(self.model, self.graph, dict(self.gates), torch.ones(self.graph.units).bool())
+        sizes = torch.tensor([group.size for group in self.graph.open.values()])
+        self.owner = torch.arange(len(sizes)).repeat_interleave(sizes).to(self.home)
+        self.closed = torch.zeros(self.graph.units, dtype=torch.bool, device=self.home)
+        self._settle()
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        for gate, values in zip(self.gates.values(), self.chances(), strict=True):
+            gate.now = None
+            gate.last.copy_(values)
+
+    def begin(self) -> None:
+        for gate, values in zip(self.gates.values(), self.chances(), strict=True):
+            gate.now = values
+
+    def penalty(self) -> None:
+        return None
+
+    @torch.no_grad()
+    def after(self, rate: Tensor | float) -> None:
+        widths = torch.stack([values.sum() for values in self.chances()]).double()
+        prices = [(cost.q @ widths + cost.b) / self.whole[key] for key, cost in self.costs.items()]
+        price = torch.stack(prices).sum(0)[self.owner]
+        pull = self.steer(self.shares()) * rate * price / self.norms()
+        factors = (1 - pull).clamp_min(0).float()
+        self.closed |= factors == 0  # for good: momentum would open it again
+        self.norms.scale(factors.masked_fill(self.closed, 0.0))
+        self._settle()
+
+    def trained(self) -> nn.Module:
+        return plain(self.model.eval())
+
+    def state(self) -> dict[str, Tensor]:
+        return {**super().state(), "closed": self.closed}
 
 
 class TorchPruning(Control):
@@ -267,6 +377,8 @@ METHODS: dict[str, type[Control]] = {
     "l0": L0,
     "torch-pruning": TorchPruning,
 }
+ABLATIONS: dict[str, type[Control]] = {"kernel-gates": KernelGates, "naive-sl0": NaiveSL0}
+EVERY = METHODS | ABLATIONS
 
 
 def cost_of(model: nn.Module, example: Tensor) -> dict[str, int]:
@@ -278,15 +390,15 @@ def prune(run: Run, baseline: nn.Module, method: str = "gdp", **limits: float) -
     """From a baseline to a small model and its card, within budgets, by any method."""
     if method == "gdp":
         return run.prune(baseline, **limits)
-    if method not in METHODS:
-        raise PruneError(f"there is no method {method!r}. Methods: gdp, {', '.join(METHODS)}.")
+    if method not in EVERY:
+        raise PruneError(f"there is no method {method!r}. Methods: gdp, {', '.join(EVERY)}.")
     if "lam" in limits:
         raise PruneError(f"--lam is a number of our method; give {method} a budget.")
     recipe = run.recipe
     before = run.score(baseline)
     model = copied(run.fresh(), baseline)
     steps = recipe.epochs * run.batches.per_epoch
-    control = METHODS[method](model, run.data.example(), recipe, steps, limits)
+    control = EVERY[method](model, run.data.example(), recipe, steps, limits)
     trainer = Trainer(
         model, run.batches, recipe, epochs=recipe.epochs, lr=recipe.lr, method=control,
         teacher=baseline if recipe.distill else None,

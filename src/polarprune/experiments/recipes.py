@@ -26,6 +26,9 @@ class Controls:
     l0_lr: float = 1.0  # of the weights' rate
     l0_push: float = 100.0  # λ by which a unit of distance from the path is answered at once
     l0_rise: float = 200.0  # λ to which it adds up over the whole run
+    kernel_push: float = 1000.0  # the same for gates made of kernels
+    kernel_rise: float = 0.0
+    naive_sl0: float = 1.0  # λ
     torch_pruning: float = 5e-4  # reg of GroupNormPruner, as in its authors' runs of ResNet-56
     torch_pruning_decay: float = 0.0  # weight decay beside it, as there
 

@@ -80,6 +80,9 @@ class Method:
     def pull(self) -> None:
         """After the backward pass, at the gradients."""
 
+    def after(self, rate: Tensor | float) -> None:
+        """After the optimizer's step; `rate` is the weights'."""
+
     def facts(self) -> dict[str, Any]:
         """For the log, once an epoch."""
         return {}
@@ -161,6 +164,7 @@ class Trainer:
         (loss if penalty is None else loss + penalty).backward()
         self.method.pull()
         self.optimizer.step()
+        self.method.after(self.optimizer.param_groups[0]["lr"])
         self.sums += torch.stack([loss.detach(), self.batches.right(scores, y)])
 
     def _set_rate(self) -> None:
