@@ -178,3 +178,42 @@ def test_a_resumed_run_goes_on_exactly() -> None:
         step(second, gains)
         assert torch.equal(first._flat(), second._flat()), number
     assert first.history == second.history
+
+
+# --- where gates begin, and the norm as it is -----------------------------------------------------
+
+
+def test_gates_begin_where_the_schedule_says() -> None:
+    schedule = pp.Schedule(eps_start=0.02, alpha_start=0.5)
+    pruner = pp.Pruner(
+        resnet20(16), torch.randn(2, 3, 16, 16), macs=BUDGET, steps=STEPS, schedule=schedule
+    )
+    for gate in pruner.gates.values():
+        assert torch.equal(gate.alpha.detach(), torch.full_like(gate.alpha, 0.5))
+        assert torch.allclose(gate.values(), torch.tensor(0.25 / 0.27))
+    for name in ("alpha_start", "max_shrink"):
+        with pytest.raises(pp.PruneError, match=name):
+            pp.Schedule(**{name: 0.0})
+
+
+@pytest.mark.parametrize("relaxed", [True, False])
+def test_the_norm_as_it_is_leaves_large_gates_alone_and_takes_small_ones(relaxed: bool) -> None:
+    """α² ≤ 2β vanishes (as fast as α may move), all others stay: what the paper found fragile."""
+    torch.manual_seed(1)
+    schedule = pp.Schedule(relaxed=relaxed, max_shrink=1e6)
+    pruner = pp.Pruner(resnet20(16), torch.randn(2, 3, 16, 16), lam=1.0, steps=9, schedule=schedule)
+    pruner.param_groups(lr=10.0)  # of the gates: 1
+    before = torch.rand(pruner.graph.units) / 3 + 0.01
+    pruner._stepper.put(before)
+    q, b = pruner.budget.combined(pruner.budget.widths(before))
+    beta = (q @ pruner.budget.widths(before) + b)[pruner.budget.owner].float()
+    pulled = pruner._stepper.pulled.clone()  # all but those that have to stay
+    assert int(pulled.sum()) > 0.9 * len(pulled)
+    pruner.step()
+    after = pruner._flat()
+    wanted = (before - beta).clamp_min(0) if relaxed else before * (before**2 > 2 * beta)
+    gone = wanted == 0
+    assert 0 < int(gone.sum()) < len(gone)
+    assert torch.equal((after == 0)[pulled], gone[pulled])
+    assert after[pulled].allclose(wanted[pulled], atol=2e-3)
+    assert torch.equal(after[~pulled], before[~pulled])

@@ -24,6 +24,8 @@ class Schedule:
     done: float = 0.5
     reaction: float = 0.01  # the shortest time, as a fraction, in which λ makes up for a delay
     sweeps: int = 1  # N of Algorithm 1
+    relaxed: bool = True  # ℓ1 in the proximal step, as in the paper; or ℓ0 as it is
+    alpha_start: float = 1.0
     max_shrink: float = 10.0  # of α in one step (growth too), times the steps
     floor: float = 1e-3  # a live |α| is never smaller, so that at the end its gate is above 0.95
     gate_lr: float = 0.1  # of the weights' rate
@@ -38,8 +40,9 @@ class Schedule:
             problems.append(f"eps_end={self.eps_end} (want 0 < eps_end <= eps_start)")
         if not 0 <= self.start < self.done <= 1:
             problems.append(f"start={self.start}, done={self.done} (want 0 <= start < done <= 1)")
-        if not (self.reaction > 0 and self.floor > 0 and self.max_shrink > 0 and self.sweeps >= 1):
-            problems.append("reaction, floor, max_shrink and sweeps must be positive")
+        positive = (self.reaction, self.floor, self.max_shrink, self.sweeps, self.alpha_start)
+        if min(positive) <= 0:
+            problems.append("reaction, floor, max_shrink, sweeps, alpha_start must be positive")
         if problems:
             raise PruneError("Schedule: " + "; ".join(problems) + ". Correct these numbers.")
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .gates import Gate, edge
-from .prox import prox_l1
+from .prox import prox_l0, prox_l1
 from .schedule import Schedule
 
 _LONGEST = 1000.0  # times as long as the optimizer makes them, steps of gates may become
@@ -49,6 +49,8 @@ class Stepper:
         self.before = torch.ones(len(owner), dtype=self._first.alpha.dtype)  # this step
         self._eps: list[Tensor] = []
         self.follow()
+        self.put(schedule.alpha_start * self.before)
+        self._decay()
 
     def follow(self) -> None:
         """Move to where the gates are; a model that is moved gets other buffers."""
@@ -85,7 +87,8 @@ class Stepper:
         alpha = self.flat() * self.live  # momentum must not revive what is closed
         if self.lengthen:
             alpha = torch.where(self.pulled, self._lengthened(alpha), alpha)
-        shrunk = prox_l1(
+        proximal = prox_l1 if self.schedule.relaxed else prox_l0
+        shrunk = proximal(
             alpha,
             self.owner,
             self.q,
@@ -118,6 +121,7 @@ class Stepper:
         times = self.schedule.cap(self.steps) / self.pace.clamp_min(1e-12)
         return self.before + moved * times.clamp(1, _LONGEST).to(moved.dtype)
 
+    @torch.no_grad()
     def _decay(self) -> None:
         """ε = start · (end / start)^(t / steps), into the buffers of all gates."""
         ratio = math.log(self.schedule.eps_end / self.schedule.eps_start)

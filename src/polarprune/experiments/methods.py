@@ -265,9 +265,11 @@ class Kernels(Steered):
 
 
 class NaiveSL0(Kernels):
-    """g as a regularizer, as smoothed ℓ0 was meant at first: loss + λ · R(g(‖w‖)). λ is fixed: while
-    a path is waited for, ε decays, and what is open can no longer be moved. A gradient near zero is
-    as steep as 1/√ε, so that kernels are thrown about there, as the paper found."""
+    """g as a regularizer, as smoothed ℓ0 was meant at first: loss + λ · R(g(‖w‖)).
+
+    λ is fixed: while a path is waited for, ε decays, and what is open can no longer be moved. Near
+    zero the slope is as steep as 1/√ε and throws kernels about, as the paper found.
+    """
 
     def steer(self, shares: Tensor) -> Tensor:
         self.steering.lam.copy_(super().steer(shares)).fill_(self.numbers.naive_sl0)
