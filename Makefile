@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: venv demo test check coverage clean
+.PHONY: venv demo test check coverage figures clean
 
 venv: .venv/.installed
 
@@ -26,6 +26,11 @@ check: venv
 coverage: venv
 	$(BIN)/python -m pip install -c constraints.txt -e ".[dev,coverage]"
 	$(BIN)/python benchmarks/coverage.py
+
+# The paper's figures and tables, from the logs in results/.
+figures: venv
+	$(BIN)/python benchmarks/figures.py
+	$(BIN)/python benchmarks/results.py
 
 # Leaves .venv and runs/ alone.
 clean:

@@ -31,14 +31,16 @@ class Claim(NamedTuple):
     accuracy: float
 
 
+PAPER = json.loads((ROOT / "benchmarks" / "paper.json").read_text(encoding="utf-8"))
 CLAIMS = [
-    Claim("resnet56", 93.90, 46.65, 93.97),
-    Claim("resnet56", 93.90, 34.36, 93.55),
-    Claim("vgg16", 93.89, 30.55, 93.99),
-    Claim("mobilenetv2", 94.89, 53.78, 95.15),
+    Claim(network, row["baseline"], row["ratio"], row["accuracy"])
+    for network in NAMES
+    for row in sorted(PAPER["cifar10"][network], key=lambda row: -float(row["ratio"]))
+    if row["method"] == "GDP"
 ]
 COMPARED = CLAIMS[0]  # at which the controls run
 TEST_SET = 10000  # images
+SHORT = "ablation"  # how the names of shorter runs begin: they are in figures, not in tables
 
 
 class Stored(NamedTuple):
@@ -61,11 +63,12 @@ class Stored(NamedTuple):
         return 100 * rows[0]["accuracy"] if rows else None
 
     def numbers(self, *without: str) -> dict[str, Any]:
-        """The recipe, flat; runs that differ in the seed only are one experiment."""
+        """The recipe, flat; runs that differ in the seed only are one experiment, and compiled
+        steps are the same steps."""
         return {
             key: value
             for key, value in flat(self.card["recipe"]).items()
-            if key != "seed" and not any(key.startswith(name) for name in without)
+            if key not in ("seed", "compiled") and not any(key.startswith(name) for name in without)
         }
 
     def seconds(self) -> float:
@@ -86,8 +89,8 @@ def flat(numbers: dict[str, Any], stem: str = "") -> dict[str, Any]:
 
 
 def read(folder: Path) -> list[Stored]:
-    """All runs that were scored on the test set."""
-    paths = sorted(folder.glob("*/card.json"))
+    """All runs of the tables that were scored on the test set."""
+    paths = sorted(p for p in folder.glob("*/card.json") if not p.parent.name.startswith(SHORT))
     runs = [Stored(json.loads(path.read_text()), _log(path)) for path in paths]
     return [run for run in runs if run.card["scored_on"] == TEST_SET]
 

@@ -29,7 +29,6 @@ from polarprune.experiments.data import (
     scores,
 )
 from polarprune.experiments.kinds import open_data
-from polarprune.experiments.methods import METHODS
 from polarprune.experiments.networks import VGG, MobileNetV2, ResNet
 from polarprune.experiments.recipes import RECIPES, Recipe, per_epoch, recipe
 from polarprune.experiments.run import Run, rebuilt
@@ -38,7 +37,7 @@ from polarprune.proof import count_macs
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
-import cifar10
+import experiments
 import results
 
 runner = CliRunner()
@@ -480,16 +479,16 @@ def test_experiments_run_one_after_the_other_and_leave_cards_and_models(
 ) -> None:
     data = written(tmp_path, "bin")
     few = {
-        "b": cifar10.Experiment("resnet20", 0.4, after="a"),
-        "a": cifar10.Experiment("resnet20", 0.5, seed=1, tune=1, ships="net-50"),
-        "other": cifar10.Experiment("resnet20", 0.5, after="nothing"),
+        "b": experiments.Experiment("resnet20", 0.4, after="a"),
+        "a": experiments.Experiment("resnet20", 0.5, seed=1, tune=1, ships="net-50"),
+        "other": experiments.Experiment("resnet20", 0.5, after="nothing"),
     }
-    monkeypatch.setattr(cifar10, "EXPERIMENTS", few)
+    monkeypatch.setattr(experiments, "EXPERIMENTS", few)
     folders = [f"--{name}={tmp_path / name}" for name in ("runs", "results", "zoo")]
     small = [f"--set={change}" for change in ("epochs=2", "baseline_epochs=1", "batch=10")]
-    given = [f"--data={tmp_path}", "--together=2", *folders, *small]
-    assert cifar10.main([*given, "other"]) == 1  # there is no baseline
-    assert cifar10.main([*given, "a", "b"]) == 0
+    given = [f"--data=cifar10:{tmp_path}", "--together=2", *folders, *small]
+    assert experiments.main([*given, "other"]) == 1  # there is no baseline
+    assert experiments.main([*given, "a", "b"]) == 0
     cards = {
         name: json.loads((tmp_path / f"results/{name}/card.json").read_text()) for name in "ab"
     }
@@ -501,20 +500,22 @@ def test_experiments_run_one_after_the_other_and_leave_cards_and_models(
     assert accuracy(net, data.test) == shipped["accuracy"] == cards["a"]["table"][2]["accuracy"]
     assert shipped["sha256"] == cards["a"]["sha256"] and (tmp_path / shipped["log"]).exists()
     assert found["recipe"] == shipped["recipe"]
-    assert cifar10.main([*given, "--set=epochs=none", "a"]) == 1  # what fails is counted
+    assert experiments.main([*given, "--set=epochs=none", "a"]) == 1  # what fails is counted
 
 
 def test_the_experiments_are_those_of_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cifar10.main(["--list"]) == 0
+    assert experiments.main(["--list"]) == 0
     names = capsys.readouterr().out.split()
-    assert names == sorted(names, key=lambda name: bool(cifar10.EXPERIMENTS[name].after))
+    assert names == sorted(names, key=lambda name: bool(experiments.needs(name)))
+    mine = list(experiments.EXPERIMENTS.values())
+    assert {one.kind for one in mine} == {"cifar10", "voc", "style"}
     for claim in results.CLAIMS:
-        mine = [
-            one for one in cifar10.EXPERIMENTS.values() if round(100 * one.macs, 2) == claim.macs
-        ]
-        assert {one.recipe for one in mine} == {claim.network}
-        assert len({one.seed for one in mine if one.method == "gdp"}) == (
+        same = [one for one in mine if round(100 * one.macs, 2) == claim.macs]
+        assert {one.recipe for one in same} == {claim.network}
+        assert len({one.seed for one in same if one.method == "gdp"}) == (
             3 if claim == results.COMPARED else 1
         )
-    methods = {one.method for one in cifar10.EXPERIMENTS.values()}
-    assert methods == {"gdp", *METHODS}
+    found = {one.method for one in experiments.EXPERIMENTS.values()}
+    assert found == {"gdp", *methods.EVERY}
+    with pytest.raises(SystemExit):
+        experiments.main(["--data=voc:x", "resnet56"])

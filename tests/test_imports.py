@@ -23,7 +23,10 @@ ORDER = [
     "prox", "schedule", "stepper", "budget", "controller", "bench", "latency", "controls", "html",
     "report", "pictures", "settings", "pruner", "checkpoint", "demo", "experiments", "cli",
 ]
-EXPERIMENTS = ["networks", "data", "recipes", "training", "run", "concrete", "methods"]
+EXPERIMENTS = [
+    "recipes", "processes", "task", "data", "voc", "imagenet", "style", "deeplab", "networks",
+    "kinds", "training", "run", "concrete", "methods",
+]
 # fmt: on
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("__"))
 DOOR = {"Gate", "PruneError", "Pruner", "Schedule", "load", "save", "shrink", "trace"}

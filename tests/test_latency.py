@@ -183,7 +183,7 @@ def test_a_clock_that_changes_its_mind_is_followed(monkeypatch: pytest.MonkeyPat
     whole = sum_of(model)
     pruner = pp.Pruner(model, IMAGES, latency=0.6, steps=60)
     trained(pruner, 60)
-    assert 0.92 * 0.6 <= clock.total(pruner.export()) / whole <= 1.05 * 0.6
+    assert 0.94 * 0.6 <= clock.total(pruner.export()) / whole <= 1.05 * 0.6
 
 
 def test_several_budgets_hold_at_once(clock: Clock) -> None:
@@ -206,14 +206,14 @@ def test_closed_channels_may_go_while_it_trains(clock: Clock) -> None:
     assert clock.total(pruner.export()) / whole <= 0.5 * 1.02
 
 
-def test_at_equal_macs_a_budget_on_latency_is_not_slower_than_one_on_macs(clock: Clock) -> None:
-    """This clock counts channels in eights; nothing is learned here, so both thin evenly."""
+def test_at_equal_macs_a_budget_on_latency_is_faster_than_one_on_macs(clock: Clock) -> None:
+    """This clock counts channels in eights: what saves nothing goes only with what does."""
     pruner = pp.Pruner(net(), IMAGES, latency=0.5, steps=120)
     trained(pruner, 120)
     pruner.export()
     by_macs = pp.Pruner(net(), IMAGES, macs=pruner.history[-1]["macs"], steps=120)
     trained(by_macs, 120)
-    assert clock.total(by_macs.export()) >= 0.98 * clock.total(pruner.export())
+    assert clock.total(by_macs.export()) >= 1.1 * clock.total(pruner.export())
 
 
 def test_a_run_goes_on_from_a_checkpoint(clock: Clock) -> None:

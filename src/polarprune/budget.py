@@ -194,22 +194,31 @@ class Budget:
                 alpha[blocks.member == block] = 0
 
     def _affordable(self, n: Tensor, blocks: Blocks) -> list[int]:
-        """Blocks to close in order, as long as the excess stays; if none, the one that ends it."""
-        chosen, best, least, done = [], 0, -math.inf, set()
+        """Blocks to close in order, as long as the excess stays; if none, those that end it.
+
+        Time goes down in stairs: what saves nothing by itself closes only with what does.
+        """
+        chosen: list[int] = []
+        best, least, now = [0], -math.inf, float(self.excess(n))
+        waiting: dict[int, list[int]] = {}  # of a group: nothing saved yet
+        done = set()
         for block, group in enumerate(blocks.group.tolist()):
             if group in done:
                 continue
+            mine = [*waiting.pop(group, []), block]
             left = n.clone()
-            left[group] -= blocks.count[block]
+            left[group] -= blocks.count[mine].sum()
             excess = float(self.excess(left))
-            if excess > 0:
-                chosen.append(block)
-                n = left
+            if excess >= now:
+                waiting[group] = mine
+            elif excess > 0:
+                chosen += mine
+                n, now = left, excess
             else:
                 done.add(group)
                 if excess > least:
-                    best, least = block, excess
-        return chosen or [best]
+                    best, least = mine, excess
+        return chosen or best
 
 
 def _multiples(graph: Graph, multiple_of: int) -> Tensor:

@@ -60,6 +60,7 @@ class Recipe:
     compiled: bool = False  # torch.compile
     distill: float = 0.0  # share of the loss that is the baseline's opinion
     temperature: float = 4.0
+    scored: int = 10  # epochs between looks at the test set, for curves: nothing is chosen by them
     recalibrate: int = 0  # batches from which batch norms take their statistics anew at the end
     tune_epochs: int = 0  # after removal
     tune_lr: float = 0.02

@@ -28,7 +28,6 @@ from .training import Trainer, recalibrate, recalibrated
 
 Progress = Callable[[dict[str, Any]], None]
 _PAUSE = 60.0  # seconds, at least, between checkpoints
-_SCORED = 10  # epochs between looks at the test set: for the curves, nothing is chosen by them
 _RECALIBRATED = 20  # batches: ε has moved on since the statistics were taken
 _WARM = 5  # steps of a rehearsal that are not timed
 _LOGGED = ("macs", "params", "closed", "between", "eps", "lam", "histogram")
@@ -99,6 +98,9 @@ class Run:
         report = pruner.report()
         whole, left = self.one(report.before), self.one(report.after)
         card = self.card("gdp", limits, before, {"full": model, "small": small}, whole, left)
+        card["widths"] = {
+            group["name"]: [group["after"], group["before"]] for group in report.groups
+        }
         results = {key: card[key] for key in ("table", "identical_predictions")}
         results |= {"test_images": card["scored_on"], **environment()}
         report = dataclasses.replace(report, before=whole, after=left, results=results)
@@ -172,7 +174,7 @@ class Run:
                 last = trainer.pruner.history[-1]
                 row |= {key: last[key] for key in _LOGGED}
             row |= trainer.method.facts()
-            if epoch % _SCORED == 0 or epoch == trainer.epochs:
+            if epoch % self.recipe.scored == 0 or epoch == trainer.epochs:
                 row |= self._scores(trainer)
             now = time.perf_counter()
             row["seconds"] = round(now - start, 2)

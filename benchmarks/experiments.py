@@ -1,12 +1,12 @@
-"""Runs the experiments of docs/results.md: the paper's table for CIFAR-10, and other methods.
+"""Runs the experiments of docs/results.md: the paper's tables, other methods, ablations.
 
 Each is a call of `polarprune train` in a process of its own, which goes on from its last checkpoint
 when it was cut off. Cards and logs land in results/, models that are shipped in zoo/. Several can
 run at once: a small network does not fill a GPU (this takes NVIDIA's multi-process service).
 
-    python benchmarks/cifar10.py --data DIR                        # all of them
-    python benchmarks/cifar10.py --data DIR resnet56-47 --together 3
-    python benchmarks/cifar10.py --data DIR --list
+    python benchmarks/experiments.py --data cifar10:DIR --data voc:DIR     # all that use these
+    python benchmarks/experiments.py --data cifar10:DIR resnet56-47 --together 3
+    python benchmarks/experiments.py --list
 """
 
 import argparse
@@ -18,36 +18,66 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from polarprune.checkpoint import read_card
-from polarprune.experiments.methods import METHODS
+from polarprune.experiments.methods import ABLATIONS, METHODS
+from polarprune.experiments.recipes import RECIPES
 
 ROOT = Path(__file__).parent.parent
 KEPT = ("card.json", "log.jsonl")
 
 
 class Experiment(NamedTuple):
-    """A call of `polarprune train`; `after` names the one whose baseline it starts from."""
+    """A call of `polarprune train`; without a goal, of a baseline only. `after` names the one whose
+    baseline it starts from, `start` the one whose baseline its own begins with."""
 
     recipe: str
-    macs: float
+    macs: float = 0.0
     seed: int = 0
     method: str = "gdp"
     after: str = ""
     tune: int = 0  # epochs, after the model that is scored and shipped was written
     ships: str = ""  # the model's name in zoo/
+    lam: float = 0.0  # instead of a budget
+    change: tuple[str, ...] = ()  # of the recipe
+    start: str = ""
+
+    @property
+    def kind(self) -> str:
+        """Of its data."""
+        return RECIPES[self.recipe].data
 
     def arguments(self, data: str, runs: Path, name: str) -> list[str]:
         base = runs / (self.after or name) / "baseline.safetensors"
+        goal = [part for key in ("macs", "lam") if getattr(self, key)
+                for part in (f"--{key}", str(getattr(self, key)))]  # fmt: skip
+        if self.start:
+            goal += ["--start", str(runs / self.start / "baseline.safetensors")]
+        changes = [f"tune_epochs={self.tune}", *self.change]
         return [
-            "train", self.recipe, "--data", data, "--macs", str(self.macs),
-            "--seed", str(self.seed), "--method", self.method, "--out", str(runs / name),
-            "--baseline", str(base), "--set", f"tune_epochs={self.tune}",
+            "train", self.recipe, "--data", data, *goal, "--seed", str(self.seed),
+            "--method", self.method, "--out", str(runs / name), "--baseline", str(base),
+            *(part for change in changes for part in ("--set", change)),
         ]  # fmt: skip
 
 
+def short(*change: str, **options: Any) -> Experiment:
+    """An ablation: a few epochs from the baseline of the table, without a teacher."""
+    changes = (f"epochs={SHORT}", "distill=0", *change)
+    usual = {"after": "resnet56-47-seed0", "change": changes}
+    return Experiment(
+        "resnet56", **{"macs": 0.0 if "lam" in options else 0.4665, **usual, **options}
+    )
+
+
 TUNED = 40  # epochs, where methods are compared
+SHORT, PAPER = 30, 140  # epochs: of an ablation, and of the paper's
+LAMBDAS = (5, 10, 20, 40, 80, 160, 320)
+DECAYS = (0.86, 0.88, 0.90, 0.92, 0.94, 0.96)  # of ε, an epoch
+STARTS = (0.02, 0.05, 0.1, 0.2, 0.5)  # of ε
+ALPHAS = (1.0, 0.5, 0.25)
+VOC = (38, 23, 12, 5)  # percent, near the paper's
 EXPERIMENTS = {
     **{
         f"resnet56-47-seed{seed}": Experiment(
@@ -64,24 +94,60 @@ EXPERIMENTS = {
         )
         for method in METHODS
     },
-}
+    "voc-backbone": Experiment("deeplab_backbone"),
+    **{
+        f"voc-{percent}": Experiment(
+            "deeplabv3plus-scratch", percent / 100,
+            **({"start": "voc-backbone"} if percent == VOC[0] else {"after": f"voc-{VOC[0]}"}),
+        )
+        for percent in VOC
+    },
+    "style-48": Experiment("stylenet", 0.48),
+    "ablation-reference": short("scored=1"),
+    "ablation-scratch": short("baseline_epochs=0", after=""),
+    "ablation-sweeps3": short("schedule.sweeps=3"),
+    **{f"ablation-{method}": short(method=method) for method in ABLATIONS},
+    **{f"ablation-lam{lam}": short(lam=lam, tune=SHORT) for lam in LAMBDAS},
+    **{  # ε ends where it did in the paper's longer runs
+        f"ablation-decay{decay:.2f}": short(f"schedule.eps_end={0.1 * decay**PAPER}")
+        for decay in DECAYS
+    },
+    **{
+        f"ablation-eps{eps}": short(
+            f"schedule.eps_start={eps}", f"schedule.eps_end={eps * 0.92**PAPER}"
+        )
+        for eps in STARTS
+    },
+    **{
+        f"ablation-{norm}-alpha{alpha}": short(
+            f"schedule.relaxed={json.dumps(norm == 'l1')}", f"schedule.alpha_start={alpha}",
+            f"schedule.eps_start={0.1 * alpha**2}", lam=LAMBDAS[3],
+        )
+        for norm in ("l1", "l0") for alpha in ALPHAS
+    },
+}  # fmt: skip
 
 
 def wanted(names: Iterable[str]) -> list[str]:
     """Experiments whose names begin like these; those that others start from come first."""
     found = [name for name in EXPERIMENTS if not names or name.startswith(tuple(names))]
-    return sorted(found, key=lambda name: bool(EXPERIMENTS[name].after))
+    return sorted(found, key=lambda name: bool(needs(name)))
+
+
+def needs(name: str) -> str:
+    """Whose baseline has to be there."""
+    return EXPERIMENTS[name].after or EXPERIMENTS[name].start
 
 
 def ready(name: str, runs: Path) -> bool:
-    after = EXPERIMENTS[name].after
-    return not after or (runs / after / "baseline.safetensors").exists()
+    return not needs(name) or (runs / needs(name) / "baseline.safetensors").exists()
 
 
 def start(name: str, given: argparse.Namespace) -> "subprocess.Popen[str]":
     folder = given.runs / name
     folder.mkdir(parents=True, exist_ok=True)
-    arguments = EXPERIMENTS[name].arguments(f"cifar10:{given.data}", given.runs, name)
+    experiment = EXPERIMENTS[name]
+    arguments = experiment.arguments(given.folders[experiment.kind], given.runs, name)
     changes = [part for change in given.set for part in ("--set", change)]
     with (folder / "output.txt").open("a") as output:
         return subprocess.Popen(
@@ -95,7 +161,8 @@ def keep(name: str, given: argparse.Namespace) -> None:
     folder, kept = given.runs / name, given.results / name
     kept.mkdir(parents=True, exist_ok=True)
     for file in KEPT:
-        shutil.copy(folder / file, kept / file)
+        if (folder / file).exists():  # a baseline has no card
+            shutil.copy(folder / file, kept / file)
     ships = EXPERIMENTS[name].ships
     if ships:
         given.zoo.mkdir(parents=True, exist_ok=True)
@@ -107,7 +174,7 @@ def keep(name: str, given: argparse.Namespace) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    waiting, running, failed = wanted(given.names), {}, 0
+    waiting, running, failed = given.wanted, {}, 0
     while waiting or running:
         for name, process in list(running.items()):
             if process.poll() is not None:
@@ -130,9 +197,9 @@ def run(given: argparse.Namespace) -> int:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("names", nargs="*", help="how the names of experiments begin; all, if none")
-    parser.add_argument("--data", help="the folder with CIFAR-10")
+    parser.add_argument("--data", action="append", default=[], help="cifar10:DIR; several times")
     parser.add_argument("--together", type=int, default=1, help="how many at once")
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "cifar10")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "experiments")
     parser.add_argument("--results", type=Path, default=ROOT / "results")
     parser.add_argument("--zoo", type=Path, default=ROOT / "zoo")
     parser.add_argument("--set", action="append", default=[], help="as in `polarprune train`")
@@ -141,8 +208,10 @@ def main(arguments: list[str] | None = None) -> int:
     if given.list:
         print("\n".join(wanted(given.names)))
         return 0
-    if not given.data:
-        parser.error("--data is missing")
+    given.folders = {name.partition(":")[0]: name for name in given.data}
+    given.wanted = [n for n in wanted(given.names) if EXPERIMENTS[n].kind in given.folders]
+    if not given.wanted:
+        parser.error("no experiment has that name and these --data")
     return run(given)
 
 

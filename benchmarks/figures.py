@@ -1,0 +1,342 @@
+"""Draws the paper's figures anew, from the logs in results/ and the paper's numbers in paper.json.
+
+    python benchmarks/figures.py            # all, into docs/figures/
+    python benchmarks/figures.py gate ...   # some
+
+A figure whose runs are not stored is left out, and named.
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from experiments import STARTS
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+
+from polarprune.gates import gate_slope, gate_value
+from polarprune.prox import prox_l1
+
+ROOT = Path(__file__).parent.parent
+RESULTS, OUT = ROOT / "results", ROOT / "docs" / "figures"
+PAPER = json.loads(Path(__file__).with_name("paper.json").read_text(encoding="utf-8"))
+NAMES = {
+    "resnet56": "ResNet-56", "vgg16": "VGG-16", "mobilenetv2": "MobileNetV2",
+    "mobilenet_v1": "MobileNetV1", "mobilenet_v2": "MobileNetV2", "resnet50": "ResNet-50",
+}  # fmt: skip
+# Okabe and Ito's colours: told apart by all readers; with marks and dashes, in grey, too
+BLUE, ORANGE, GREEN, PINK, GREY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#767676"
+STYLES = ((BLUE, "-", "o"), (ORANGE, "--", "s"), (GREEN, ":", "^"), (PINK, "-.", "D"))
+ASIDE = {  # names that would lie on one another
+    ("resnet56", "PFS"): (4, -10), ("resnet56", "ABCPruner"): (-50, -10),
+    ("resnet56", "SCOP"): (-30, 3), ("vgg16", "HRank"): (4, -10), ("mobilenetv2", "SCOP"): (4, -10),
+}  # fmt: skip
+MAIN = "resnet56-47-seed0"
+TOP = 0.5  # where the paper cuts frequencies off
+
+
+class Missing(Exception):
+    """A run that is not stored."""
+
+
+def card(name: str) -> dict[str, Any]:
+    return _json(RESULTS / name / "card.json")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise Missing(path.parent.name)
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def log(name: str, stage: str = "prune") -> list[dict[str, Any]]:
+    """The last row of each epoch: a run that was resumed may have some twice."""
+    path = RESULTS / name / "log.jsonl"
+    if not path.exists():
+        raise Missing(name)
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return list({row["epoch"]: row for row in rows if row["stage"] == stage}.values())
+
+
+def score(name: str, stage: str) -> float:
+    return next(100 * r["accuracy"] for r in card(name)["table"] if r["stage"] == stage)
+
+
+def ratio(name: str) -> float:
+    return 100 * float(card(name)["macs_share"])
+
+
+def panels(count: int, width: float = 3.4, height: float = 2.8) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(width * count, height), layout="constrained")
+    axes = list(figure.subplots(1, count, squeeze=False)[0])
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(color="#e5e5e5", lw=0.6)
+        axis.set_axisbelow(True)
+    return figure, axes
+
+
+# --- without training -----------------------------------------------------------------------------
+
+
+def gate() -> Figure:
+    """g and its derivative for some ε."""
+    figure, (left, right) = panels(2)
+    alpha = torch.linspace(-1.2, 1.2, 1201, dtype=torch.float64)
+    for eps, (colour, dash, _) in zip((0.1, 0.01, 0.001), STYLES, strict=False):
+        left.plot(alpha, gate_value(alpha, eps), dash, color=colour, label=f"ε = {eps:g}")
+        right.plot(alpha, gate_slope(alpha, eps), dash, color=colour, label=f"ε = {eps:g}")
+    left.set(xlabel="α", ylabel="g(α) = α² / (α² + ε)")
+    right.set(xlabel="α", ylabel="dg / dα")
+    left.legend(frameon=False)
+    return figure
+
+
+def algorithm1() -> Figure:
+    """The paper's example: f(x, y) = ½(‖x - u‖² + ‖y - v‖²) + c ‖x‖₀ ‖y‖₀."""
+    u, v, c = [0.1, 0.2], [-0.3, 0.5, 0.6], 0.01
+    starts = {"init 1": [0.1, 0.8, 0.7, 0.3, 0.8], "init 2": [0.4, 0.1, 0.7, 0.5, 0.0]}
+    aim, owner = torch.tensor(u + v).double(), torch.tensor([0, 0, 1, 1, 1])
+    q, b = torch.tensor([[0, c], [c, 0]]).double(), torch.zeros(2).double()
+
+    def value(x: torch.Tensor) -> float:
+        live = [int((x[owner == k] != 0).sum()) for k in (0, 1)]
+        return float(0.5 * ((x - aim) ** 2).sum() + c * live[0] * live[1])
+
+    figure, (axis,) = panels(1)
+    for (name, start), (colour, dash, mark) in zip(starts.items(), STYLES, strict=False):
+        first = torch.tensor(start).double()
+        values = [value(first)]
+        values += [
+            value(prox_l1(aim, owner, q, b, 1.0, sweeps=n, start=first)) for n in range(1, 7)
+        ]
+        axis.plot(range(7), values, dash, marker=mark, color=colour, label=name)
+    axis.set(xlabel="sweeps of Algorithm 1", ylabel="f(x, y)")
+    axis.legend(frameon=False)
+    return figure
+
+
+# --- from the runs of the table -------------------------------------------------------------------
+
+
+def histograms() -> Figure:
+    """Density of gates over the epochs."""
+    rows = log(MAIN)
+    epochs = [0, *(round(len(rows) * t) - 1 for t in (0.1, 0.2, 0.3, 0.4, 0.5, 1.0))]
+    figure, axes = panels(len(epochs), 1.9, 2.4)
+    for axis, k in zip(axes, epochs, strict=True):
+        bars(axis, rows[k]["histogram"], BLUE)
+        axis.set_title(f"epoch {rows[k]['epoch']}", fontsize=10)
+        if axis is not axes[0]:
+            axis.set_yticklabels([])
+    axes[0].set_ylabel("frequency of gates")
+    figure.supxlabel("gate value", fontsize=10)
+    return figure
+
+
+def bars(axis: Axes, counts: list[int], colour: str) -> None:
+    width, shares = 1 / len(counts), [count / sum(counts) for count in counts]
+    edges = [k * width for k in range(len(counts))]
+    axis.bar(edges, shares, width, align="edge", color=colour, edgecolor="white", lw=0.4)
+    for edge, share in zip(edges, shares, strict=True):
+        if share > TOP:
+            side, x = ("right", edge - 0.02) if edge > 0.5 else ("left", edge + width + 0.02)
+            axis.text(x, 0.98 * TOP, f"{share:.2f} ↑", ha=side, va="top", fontsize=9)
+    axis.set(xlim=(0, 1), ylim=(0, TOP), xticks=[0, 0.5, 1])
+
+
+def lasso() -> Figure:
+    """Norms of weights under group lasso against gates under GDP, at the end."""
+    figure, (left, right) = panels(2)
+    bars(left, log("resnet56-47-lasso")[-1]["norms"], ORANGE)
+    bars(right, log(MAIN)[-1]["histogram"], BLUE)
+    left.set(xlabel="norm of weights / their number, largest = 1", ylabel="frequency of channels")
+    right.set(xlabel="gate value", ylabel="frequency of gates")
+    left.set_title("group lasso", fontsize=10)
+    right.set_title("GDP", fontsize=10)
+    return figure
+
+
+def stability() -> Figure:
+    """Losses and what is left of the MACs, over the epochs; without a teacher."""
+    name = "ablation-reference"
+    rows = log(name)
+    scored = [row for row in rows if "recalibrated_loss" in row]
+    figure, (left, right) = panels(2)
+    left.plot([r["epoch"] for r in rows], [r["loss"] for r in rows], color=BLUE, label="training")
+    left.plot([r["epoch"] for r in scored], [r["recalibrated_loss"] for r in scored], "--",
+              marker="s", ms=3, color=ORANGE, label="test, batch norms recalibrated")  # fmt: skip
+    left.set(xlabel="epoch", ylabel="loss", ylim=(0, None))
+    left.legend(frameon=False, fontsize=9)
+    right.plot([r["epoch"] for r in rows], [r["macs"] for r in rows], color=BLUE)
+    right.axhline(card(name)["budget"]["macs"], color=GREY, ls=":", lw=1)
+    right.set(xlabel="epoch", ylabel="MACs left", ylim=(0, 1.02))
+    right.yaxis.set_major_formatter(PercentFormatter(1))
+    return figure
+
+
+def accuracy() -> Figure:
+    """Accuracy against MACs left on CIFAR-10: ours, the paper's, and what the paper compares."""
+    networks = ("resnet56", "vgg16", "mobilenetv2")
+    figure, axes = panels(3, 3.4, 3.2)
+    ours = tables()
+    for axis, network in zip(axes, networks, strict=True):
+        for row in PAPER["cifar10"][network]:
+            mine = row["method"] == "GDP"
+            axis.plot(row["ratio"], row["accuracy"], "s" if mine else "x", ms=6,
+                      color=ORANGE if mine else GREY)  # fmt: skip
+            if not mine:
+                axis.annotate(row["method"], (row["ratio"], row["accuracy"]), fontsize=8,
+                              xytext=ASIDE.get((network, row["method"]), (4, 3)),
+                              textcoords="offset points", color=GREY)  # fmt: skip
+        for name in ours:
+            if card(name)["network"] == network:
+                axis.plot(ratio(name), score(name, "after removal"), "o", ms=6, color=BLUE)
+        axis.set(xlabel="FLOPs left (%)")
+        axis.set_title(NAMES[network], fontsize=10)
+        axis.margins(0.18)
+    axes[0].set_ylabel("accuracy (%)")
+    for mark, colour, label in (("o", BLUE, "polarprune"), ("s", ORANGE, "GDP, as published"),
+                                ("x", GREY, "others, as published there")):  # fmt: skip
+        axes[2].plot([], [], mark, color=colour, label=label)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+def tables() -> list[str]:
+    """Runs of ours that are in the table."""
+    found = [path.parent.name for path in sorted(RESULTS.glob("*/card.json"))]
+    mine = [n for n in found if not n.startswith("ablation") and card(n)["method"] == "gdp"]
+    if not mine:
+        raise Missing("any run of ours")
+    return mine
+
+
+def imagenet() -> Figure:
+    """The paper's curves for ImageNet, as published; there are no runs of ours."""
+    figure, (axis,) = panels(1, 4.4, 3.2)
+    for network, (colour, dash, mark) in zip(("resnet50", "mobilenet_v2", "mobilenet_v1"), STYLES,
+                                             strict=False):  # fmt: skip
+        row = PAPER["imagenet"][network]
+        axis.plot(row["ratio"], row["accuracy"], dash, marker=mark, ms=5, color=colour,
+                  label=NAMES[network])  # fmt: skip
+        axis.plot(100, row["baseline"], mark, ms=6, color=colour, mfc="white")
+    axis.set(xlabel="FLOPs left (%); open marks: baselines", ylabel="top-1 accuracy (%)")
+    axis.legend(frameon=False)
+    return figure
+
+
+# --- ablations ------------------------------------------------------------------------------------
+
+
+def ablations(stem: str) -> list[str]:
+    found = [path.parent.name for path in RESULTS.glob(f"ablation-{stem}*/card.json")]
+    if len(found) < 2:
+        raise Missing(f"ablation-{stem}")
+    return sorted(found, key=lambda name: float(name.removeprefix(f"ablation-{stem}")))
+
+
+def correlation() -> tuple[float, list[str]]:
+    names = ablations("lam")
+    ends = [[score(name, stage) for name in names] for stage in ENDS]
+    return statistics.correlation(*ends), names
+
+
+ENDS = ("before removal", "after fine-tuning")
+
+
+def consistency() -> Figure:
+    """Accuracy of the super-net before removal against the sub-net's after fine-tuning."""
+    found, names = correlation()
+    figure, (axis,) = panels(1)
+    x, y = ([score(name, stage) for name in names] for stage in ENDS)
+    axis.plot(x, y, "o", color=BLUE)
+    for name, *at in zip(names, x, y, strict=True):
+        axis.annotate(f"λ = {name.removeprefix('ablation-lam')}", at, fontsize=8, xytext=(5, -8),
+                      textcoords="offset points", color=GREY)  # fmt: skip
+    axis.set(xlabel="super-net, before removal (%)", ylabel="sub-net, after fine-tuning (%)")
+    axis.set_title(f"correlation {found:.3f} (paper: {PAPER['imagenet']['correlation']})",
+                   fontsize=10)  # fmt: skip
+    axis.margins(0.15)
+    return figure
+
+
+def epsilon() -> Figure:
+    """How fast ε decays, and where it begins."""
+    figure, (left, right) = panels(2)
+    for axis, stem, name in ((left, "decay", "decay of ε an epoch"), (right, "eps", "first ε")):
+        names = ablations(stem)
+        x = [float(n.removeprefix(f"ablation-{stem}")) for n in names]
+        axis.plot(x, [score(n, "after removal") for n in names], "-o", color=BLUE)
+        axis.set(xlabel=name, ylabel="accuracy after removal (%)")
+    right.set_xscale("log")
+    right.set_xticks(STARTS, [f"{eps:g}" for eps in STARTS], minor=False)
+    right.minorticks_off()
+    low, high = (f(a.get_ylim()[k] for a in (left, right)) for k, f in enumerate((min, max)))
+    middle, half = (low + high) / 2, max((high - low) / 2, 0.5)
+    for axis in (left, right):
+        axis.set_ylim(middle - half, middle + half)
+    return figure
+
+
+METHODS = {
+    "reference": "GDP", "sweeps3": "GDP, N = 3", "scratch": "GDP from scratch",
+    "kernel-gates": "gates of kernels", "naive-sl0": "naive SL0",
+}  # fmt: skip
+
+
+def variants() -> Figure:
+    """The paper's other ways, at the same MACs."""
+    figure, (axis,) = panels(1, 5.2, 2.4)
+    names = [f"ablation-{name}" for name in METHODS]
+    x = [score(name, "after removal") for name in names]
+    low = min(x) - max(1.0, 0.1 * (max(x) - min(x)))
+    axis.barh(range(len(x)), [value - low for value in x], left=low, color=BLUE, height=0.6)
+    for k, value in enumerate(x):
+        axis.text(value, k, f" {value:.2f}", va="center", fontsize=9)
+    axis.set_yticks(range(len(x)), list(METHODS.values()))
+    axis.invert_yaxis()
+    axis.set(xlabel="accuracy after removal (%)", xlim=(low, max(x) + 0.12 * (max(x) - low)))
+    return figure
+
+
+def norm() -> Figure:
+    """ℓ1 against ℓ0 in the proximal step, from three starts of α."""
+    figure, (axis,) = panels(1)
+    for kind, label, (colour, dash, mark) in zip(("l1", "l0"), ("ℓ1", "ℓ0"), STYLES, strict=False):
+        names = ablations(f"{kind}-alpha")
+        x = [float(n.removeprefix(f"ablation-{kind}-alpha")) for n in names]
+        axis.plot(x, [ratio(n) for n in names], dash, marker=mark, color=colour, label=label)
+    axis.set(xlabel="α at the start (the gate is 0.91)", ylabel="MACs left (%)", ylim=(0, 103))
+    axis.legend(frameon=False)
+    return figure
+
+
+FIGURES: dict[str, Callable[[], Figure]] = {
+    "gate": gate, "algorithm1": algorithm1, "histograms": histograms, "lasso": lasso,
+    "stability": stability, "accuracy": accuracy, "imagenet": imagenet,
+    "consistency": consistency, "epsilon": epsilon, "variants": variants, "norm": norm,
+}  # fmt: skip
+
+
+def main(names: list[str]) -> list[str]:
+    """Draw them; the names of those that could not be drawn."""
+    OUT.mkdir(parents=True, exist_ok=True)
+    left_out = []
+    for name in names or FIGURES:
+        try:
+            FIGURES[name]().savefig(OUT / f"{name}.png", dpi=160)
+        except Missing as missing:
+            left_out.append(name)
+            print(f"{name}: not drawn, {missing} is not in {RESULTS.name}/")
+    return left_out
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,130 @@
+"""The paper's figures from stored runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+import experiments
+import figures
+
+EPOCHS = 20
+
+
+def stored(folder: Path, name: str, number: int) -> None:
+    """A run as experiments.py leaves it, made up."""
+    experiment = experiments.EXPERIMENTS[name]
+    left = experiment.macs or 1 - number / 30
+    table = [
+        {"stage": stage, "accuracy": 0.9 + number / 1000 + more}
+        for stage, more in (
+            ("baseline", 0.01), ("before removal", 0.0), ("after removal", 0.0),
+            ("after fine-tuning", 0.002 * (number % 2)),
+        )
+    ]  # fmt: skip
+    card = {
+        "network": experiment.recipe, "method": experiment.method, "table": table,
+        "macs_share": left, "budget": {"macs": experiment.macs} if experiment.macs else {},
+    }  # fmt: skip
+    rows = []
+    for epoch in range(1, EPOCHS + 1):
+        t = epoch / EPOCHS
+        closed, middle = round(80 * min(1, 2 * t)), round(20 * max(0, 1 - 2 * t))
+        row: dict[str, Any] = {
+            "stage": "prune", "epoch": epoch, "loss": 2 - 1.5 * t, "macs": 1 - (1 - left) * t,
+            "histogram": [closed, *[middle] * 9, *[middle] * 9, 120 - closed],
+            "norms": [max(0, 60 - 4 * k) for k in range(19)] + [1],
+        }  # fmt: skip
+        if epoch % 5 == 0:
+            row["recalibrated_loss"] = 2.2 - 1.5 * t
+        rows.append(row)
+    (folder / name).mkdir(parents=True)
+    (folder / name / "card.json").write_text(json.dumps(card))
+    twice = [*rows[:7], *rows[4:]]  # was cut off after the seventh, went on after the fourth
+    (folder / name / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in twice))
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(figures, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(figures, "OUT", tmp_path / "figures")
+    return tmp_path / "results"
+
+
+@pytest.fixture
+def full(results: Path) -> Path:
+    for number, (name, experiment) in enumerate(experiments.EXPERIMENTS.items()):
+        if experiment.kind == "cifar10" and name != "voc-backbone":
+            stored(results, name, number)
+    return results
+
+
+def test_all_figures_are_drawn_from_stored_runs(full: Path) -> None:
+    assert figures.main([]) == []
+    drawn = {path.stem for path in figures.OUT.glob("*.png")}
+    assert drawn == set(figures.FIGURES)
+    assert all(path.stat().st_size > 5000 for path in figures.OUT.glob("*.png"))
+
+
+def test_figures_without_runs_are_named(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert set(figures.FIGURES) - set(figures.main([])) == {"gate", "algorithm1", "imagenet"}
+    assert "histograms: not drawn, resnet56-47-seed0 is not in results/" in capsys.readouterr().out
+
+
+def heights(figure: Figure, panel: int) -> list[float]:
+    return [patch.get_height() for patch in figure.axes[panel].patches]  # type: ignore[attr-defined]
+
+
+def test_bars_are_shares_of_the_gates(full: Path) -> None:
+    figure = figures.histograms()
+    assert [axis.get_title() for axis in figure.axes][::6] == ["epoch 1", "epoch 20"]
+    last = figures.log(figures.MAIN)[-1]["histogram"]
+    assert heights(figure, 6) == pytest.approx([count / sum(last) for count in last])
+    norms = figures.log("resnet56-47-lasso")[-1]["norms"]
+    assert heights(figures.lasso(), 0) == pytest.approx([count / sum(norms) for count in norms])
+
+
+def test_a_resumed_run_has_every_epoch_once(full: Path) -> None:
+    assert [row["epoch"] for row in figures.log(figures.MAIN)] == list(range(1, EPOCHS + 1))
+
+
+def test_the_correlation_is_of_all_lambdas(full: Path) -> None:
+    found, names = figures.correlation()
+    assert names == [f"ablation-lam{lam}" for lam in experiments.LAMBDAS] and len(names) >= 6
+    before, after = ([figures.score(n, s) for n in names] for s in figures.ENDS)
+    mean = [sum(v) / len(v) for v in (before, after)]
+    pairs = list(zip(before, after, strict=True))
+    top = sum((x - mean[0]) * (y - mean[1]) for x, y in pairs)
+    below = (
+        sum((x - mean[0]) ** 2 for x in before) * sum((y - mean[1]) ** 2 for y in after)
+    ) ** 0.5
+    assert found == pytest.approx(top / below) and 0.5 < found < 1
+
+
+def test_the_papers_example_settles_after_two_sweeps() -> None:
+    lines = figures.algorithm1().axes[0].lines
+    assert len(lines) == 2
+    for line in lines:
+        values = list(line.get_ydata())  # type: ignore[arg-type]
+        assert values[0] > values[2] == values[-1]
+
+
+def test_every_number_of_the_papers_tables_is_stored() -> None:
+    paper = figures.PAPER
+    for table in ("mobilenet_v1", "mobilenet_v2", "resnet50"):
+        row = paper["imagenet"][table]
+        assert len(row["ratio"]) == len(row["accuracy"]) and row["ratio"] == sorted(row["ratio"])
+    assert [len(paper["cifar10"][name]) for name in ("vgg16", "resnet56", "mobilenetv2")] == [
+        6,
+        8,
+        4,
+    ]
+    assert len(paper["voc"]["ratio"]) == len(paper["voc"]["mIoU"]) == 4
+    assert all("source" in paper[key] for key in ("cifar10", "imagenet", "voc", "style"))
