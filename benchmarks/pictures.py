@@ -1,0 +1,179 @@
+"""Pictures of what pruned networks do: masks of DeepLabV3+, and photos painted in a style.
+
+Photos of Pascal VOC are not ours to pass on: in the picture that is kept stand masks only (with
+--photos the photos stand beside them). The painted photos are those that come with scikit-learn.
+
+    python benchmarks/pictures.py style-data --photos DIR --features FILE --out DIR
+    python benchmarks/pictures.py masks --data voc:DIR --runs runs/experiments
+    python benchmarks/pictures.py paintings --data style:DIR --runs runs/experiments
+"""
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from experiments import VOC
+from matplotlib.figure import Figure
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from polarprune.experiments.kinds import open_data
+from polarprune.experiments.networks import NETWORKS
+from polarprune.experiments.run import rebuilt
+from polarprune.experiments.task import evaluating
+from polarprune.experiments.voc import CLASSES, Voc
+
+OUT = Path(__file__).parent.parent / "docs" / "figures"
+HELD = 20  # photos that are not learned from
+
+
+def palette(count: int) -> Any:
+    """VOC's own colours: bits of the number of a class, highest first, to red, green and blue."""
+    colours = numpy.zeros((count, 3), numpy.uint8)
+    for k in range(count):
+        for bit in range(8):
+            for channel in range(3):
+                colours[k, channel] |= ((k >> (3 * bit + channel)) & 1) << (7 - bit)
+    return colours
+
+
+def coloured(mask: Tensor) -> Any:
+    """A mask (class + 1, 0 is void) as a picture."""
+    colours = numpy.concatenate([[[255, 255, 255]], palette(len(CLASSES))])
+    return colours[mask.cpu().numpy()].astype(numpy.uint8)
+
+
+def sheet(columns: dict[str, Sequence[Any]], path: Path) -> None:
+    """Pictures side by side, a column for each name."""
+    rows = len(next(iter(columns.values())))
+    figure = Figure(figsize=(1.7 * len(columns), 1.75 * rows), layout="constrained")
+    axes = figure.subplots(rows, len(columns), squeeze=False)
+    for column, (name, pictures) in enumerate(columns.items()):
+        axes[0][column].set_title(name, fontsize=10)
+        for row, picture in enumerate(pictures):
+            axes[row][column].imshow(picture)
+            axes[row][column].set_axis_off()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+
+
+# --- masks ----------------------------------------------------------------------------------------
+
+
+def masks(given: argparse.Namespace) -> None:
+    task = open_data(given.data)
+    assert isinstance(task, Voc)
+    task = Voc(task.train, task.test.pick(torch.tensor(chosen(task, given.rows)))).to(given.device)
+    models = {"whole": whole("deeplabv3plus", given.runs / f"voc-{VOC[0]}")}
+    for percent in VOC:
+        models[f"{percent} %"], _ = rebuilt(given.runs / f"voc-{percent}" / "small.safetensors")
+    sizes = task.test.sizes.tolist()
+    columns: dict[str, list[Any]] = {}
+    if given.photos:
+        columns["photo"] = [x[:h, :w].cpu().numpy()
+                            for x, (h, w) in zip(task.test.x, sizes, strict=True)]  # fmt: skip
+    found = {"by hand": task.test.masks}
+    found |= {name: task.answers(model.to(given.device)) + 1 for name, model in models.items()}
+    for name, answers in found.items():
+        columns[name] = [
+            coloured(mask[:h, :w]) for mask, (h, w) in zip(answers, sizes, strict=True)
+        ]
+    sheet(columns, given.out / "masks.png")
+
+
+def chosen(task: Voc, rows: int) -> list[int]:
+    """Photos with one animal each that is large, of as many kinds as there are rows."""
+    found: dict[int, int] = {}
+    for k, mask in enumerate(task.test.masks):
+        counts = torch.bincount(mask.flatten().long(), minlength=len(CLASSES) + 1)[2:]
+        kind = int(counts.argmax())
+        large = float(counts[kind]) > 0.15 * float(task.test.sizes[k].prod())
+        if int((counts > 0).sum()) == 1 and large and kind not in found:
+            found[kind] = k
+    return list(found.values())[:rows]
+
+
+def whole(network: str, run: Path) -> nn.Module:
+    model = NETWORKS[network]()
+    model.load_state_dict(load_file(str(run / "baseline.safetensors")))
+    return model
+
+
+# --- paintings ------------------------------------------------------------------------------------
+
+
+def paintings(given: argparse.Namespace) -> None:
+    from sklearn.datasets import load_sample_images
+
+    folder = Path(given.data.partition(":")[2])
+    small, card = rebuilt(given.runs / "style-48" / "small.safetensors")
+    models = {
+        "whole network": whole("stylenet", given.runs / "style-48"),
+        f"{card['macs_share']:.1%} of its MACs": small,
+    }
+    photos = [image[:424, :640] for image in load_sample_images().images]
+    columns: dict[str, list[Any]] = {"photo": list(photos)}
+    for name, model in models.items():
+        columns[name] = [painted(model, photo) for photo in photos]
+    with Image.open(folder / "style.jpg") as style:
+        columns["style"] = [numpy.array(style), numpy.full((8, 8, 3), 255, numpy.uint8)]
+    sheet(columns, given.out / "paintings.png")
+
+
+def painted(model: nn.Module, photo: Any) -> Any:
+    x = torch.from_numpy(photo.copy()).permute(2, 0, 1)[None].float()
+    with evaluating(model):
+        y = model(x)[0].clamp(0, 255)
+    return y.permute(1, 2, 0).byte().numpy()
+
+
+def style_data(given: argparse.Namespace) -> None:
+    """A folder for `style:DIR`: photos, a style that is drawn here, and features."""
+    found = sorted(Path(given.photos).rglob("*.jpg"))
+    for part, files in (("val", found[:HELD]), ("train", found[HELD:])):
+        (given.out / part).mkdir(parents=True, exist_ok=True)
+        for file in files:
+            shutil.copy(file, given.out / part / file.name)
+    Image.fromarray(stained_glass()).save(given.out / "style.jpg", quality=95)
+    weights = load_file(given.features)
+    kept = {name: tensor for name, tensor in weights.items() if name.startswith("features.")}
+    save_file(kept, str(given.out / "features.safetensors"))
+
+
+def stained_glass(side: int = 512, panes: int = 160, seed: int = 0) -> Any:
+    """Panes in five colours, brighter in the middle, with lead between them."""
+    generator = numpy.random.default_rng(seed)
+    centres = generator.uniform(0, side, (panes, 2))
+    colours = numpy.array(
+        [[214, 40, 40], [247, 127, 0], [252, 191, 73], [0, 48, 130], [0, 120, 110]]
+    )
+    rows, columns = numpy.mgrid[:side, :side]
+    apart = numpy.hypot(rows[..., None] - centres[:, 0], columns[..., None] - centres[:, 1])
+    nearest = numpy.sort(apart, axis=-1)[..., :2]
+    picture = colours[generator.integers(0, len(colours), panes)][apart.argmin(-1)]
+    light = 1.15 - 0.012 * nearest[..., :1] + generator.normal(0, 0.05, (side, side, 1))
+    lead = (nearest[..., 1] - nearest[..., 0] < 5)[..., None]
+    return (picture * light * ~lead + 20 * lead).clip(0, 255).astype(numpy.uint8)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("what", choices=("masks", "paintings", "style-data"))
+    parser.add_argument("--data", help="voc:DIR or style:DIR")
+    parser.add_argument("--runs", type=Path, default=OUT.parent.parent / "runs" / "experiments")
+    parser.add_argument("--photos", nargs="?", const=True, help="of style-data: their folder")
+    parser.add_argument("--features", help="weights of a VGG-16")
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--rows", type=int, default=5)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    given = parser.parse_args(arguments)
+    {"masks": masks, "paintings": paintings, "style-data": style_data}[given.what](given)
+
+
+if __name__ == "__main__":
+    main()

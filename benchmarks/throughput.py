@@ -1,0 +1,102 @@
+"""Images a second of training on pictures of 224 × 224, plain and gated, side by side.
+
+The pictures are made up and lie on the device: what a loader can deliver is not measured. The steps
+are those of `polarprune train` on ImageNet, one by one. Stored in throughput.json.
+
+    python benchmarks/throughput.py                 # all networks, on a GPU
+    python benchmarks/throughput.py resnet50 --batch 64
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polarprune import Pruner
+from polarprune.bench import environment
+from polarprune.experiments.data import taught
+from polarprune.experiments.networks import NETWORKS
+from polarprune.experiments.recipes import Recipe, recipe
+from polarprune.experiments.task import Shuffled
+from polarprune.experiments.training import Trainer
+
+STORE = Path(__file__).with_suffix(".json")
+CASES = ("mobilenet_v1", "mobilenet_v2", "resnet50")
+ROUNDS, STEPS, WARM = 7, 10, 5
+
+
+class MadeUp(Shuffled):
+    """The same pictures again and again."""
+
+    captured = False  # as with a loader
+
+    def __init__(self, batch: int, side: int, device: torch.device) -> None:
+        super().__init__(1000 * batch, batch, device)
+        shape = (batch, 3, side, side)
+        self.x = torch.randn(shape, device=device).to(memory_format=torch.channels_last)
+        self.y = torch.randint(0, 1000, (batch,), device=device)
+
+    def next(self) -> tuple[Tensor, Tensor]:
+        return self.x, self.y
+
+    def loss(self, out: Tensor, target: Tensor, opinion: Tensor | None, recipe: Recipe) -> Tensor:
+        return taught(out, target, opinion, recipe)
+
+    def right(self, out: Tensor, target: Tensor) -> Tensor:
+        return (out.argmax(1) == target).float().mean()
+
+
+def measure(network: str, batch: int, side: int, compiled: bool) -> dict[str, Any]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.backends.cudnn.benchmark = True
+    wanted = recipe(network, batch=batch, compiled=compiled)
+    pictures = MadeUp(batch, side, device)
+    trainers = {}
+    for kind in ("plain", "gated"):
+        torch.manual_seed(0)
+        model: Any = NETWORKS[network]().to(device)
+        model = model.to(memory_format=torch.channels_last)
+        pruner = None
+        if kind == "gated":
+            pruner = Pruner(model, pictures.x[:2], macs=0.5, steps=140 * 5000)
+        trainers[kind] = Trainer(model, pictures, wanted, epochs=140, lr=0.01, pruner=pruner)
+        trainers[kind].advance(WARM)
+    taken: dict[str, list[float]] = {kind: [] for kind in trainers}
+    for _ in range(ROUNDS):
+        for kind, trainer in trainers.items():
+            start = time.perf_counter()
+            trainer.advance(STEPS)  # waits for the device to read the loss
+            taken[kind].append(time.perf_counter() - start)
+    seconds = {kind: statistics.median(times) for kind, times in taken.items()}
+    ratios = [gated / plain for plain, gated in zip(taken["plain"], taken["gated"], strict=True)]
+    return {
+        "images_a_second": {kind: round(batch * STEPS / s) for kind, s in seconds.items()},
+        "ratio": round(statistics.median(ratios), 3),
+        "ratios": [round(min(ratios), 3), round(max(ratios), 3)],
+        "batch": batch, "side": side, "compiled": compiled, "rounds": ROUNDS, "steps": STEPS,
+        **environment(),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("networks", nargs="*", default=CASES)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--side", type=int, default=224)
+    parser.add_argument("--compiled", action="store_true")
+    given = parser.parse_args()
+    store = json.loads(STORE.read_text()) if STORE.exists() else {}
+    for network in given.networks:
+        row = measure(network, given.batch, given.side, given.compiled)
+        store[network + ("-compiled" if given.compiled else "")] = row
+        print(network, row["images_a_second"], row["ratio"], flush=True)
+        STORE.write_text(json.dumps(store, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()
