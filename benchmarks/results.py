@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import figures
+from sayings import SAYINGS
+
 from polarprune.experiments.methods import METHODS
 from polarprune.experiments.recipes import RECIPES, Controls
 
@@ -258,6 +261,25 @@ def how(runs: list[Stored]) -> list[str]:
     return lines
 
 
+# --- figures --------------------------------------------------------------------------------------
+
+
+def shown() -> list[str]:
+    """Every figure that was drawn, with a sentence."""
+    parts, missing = [], []
+    for name, say in SAYINGS.items():
+        try:
+            sentence = say()
+        except figures.Missing:
+            missing.append(name)
+            continue
+        if (figures.OUT / f"{name}.png").exists():
+            parts.append(f"![{name}](figures/{name}.png)\n\n{sentence}")
+    if missing:
+        parts.append(f"Not drawn yet, as their runs are not stored: {', '.join(missing)}.")
+    return parts
+
+
 def page(runs: list[Stored]) -> str:
     parts = [
         "# Results",
@@ -274,6 +296,11 @@ def page(runs: list[Stored]) -> str:
         "`polarprune train --method` ([methods.py](../src/polarprune/experiments/methods.py) says "
         "what each does). A method beats ours where its mean over the same seeds is higher.",
         "\n".join(controls(runs)),
+        "## Figures",
+        "From `results/` and [paper.json](../benchmarks/paper.json), by `make figures`. Ablations "
+        "are runs of 30 epochs on ResNet-56 and CIFAR-10, from the same baseline and without a "
+        "teacher; the paper's are on ImageNet.",
+        *shown(),
         "## How",
         "\n".join(how(runs)),
     ]

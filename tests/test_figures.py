@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import experiments
 import figures
+import results as table
+import sayings
 
 EPOCHS = 20
 
@@ -118,8 +120,8 @@ def test_the_papers_example_settles_after_two_sweeps() -> None:
 
 def test_every_number_of_the_papers_tables_is_stored() -> None:
     paper = figures.PAPER
-    for table in ("mobilenet_v1", "mobilenet_v2", "resnet50"):
-        row = paper["imagenet"][table]
+    for network in ("mobilenet_v1", "mobilenet_v2", "resnet50"):
+        row = paper["imagenet"][network]
         assert len(row["ratio"]) == len(row["accuracy"]) and row["ratio"] == sorted(row["ratio"])
     assert [len(paper["cifar10"][name]) for name in ("vgg16", "resnet56", "mobilenetv2")] == [
         6,
@@ -128,3 +130,25 @@ def test_every_number_of_the_papers_tables_is_stored() -> None:
     ]
     assert len(paper["voc"]["ratio"]) == len(paper["voc"]["mIoU"]) == 4
     assert all("source" in paper[key] for key in ("cifar10", "imagenet", "voc", "style"))
+
+
+def test_every_figure_has_a_sentence_with_its_numbers(full: Path) -> None:
+    assert set(sayings.SAYINGS) == set(figures.FIGURES)
+    said = {name: say() for name, say in sayings.SAYINGS.items()}
+    found, names = figures.correlation()
+    assert f"{found:.3f}" in said["consistency"] and f"{len(names)} values" in said["consistency"]
+    assert sayings.UNLIKE in said["consistency"]  # 0.9 is not 0.993
+    last = figures.log(figures.MAIN)[-1]["histogram"]
+    assert f"{sum(last[1:-1]) / sum(last):.1%} at the end" in said["histograms"]
+    assert sayings.AS_PAPER in said["histograms"] and "1.05 times" not in said["stability"]
+    gap = 100 * (len(experiments.DECAYS) - 1) / 1000
+    assert f"{gap:.2f} points over {len(experiments.DECAYS)} decays" in said["epsilon"]
+
+
+def test_the_page_shows_what_was_drawn_and_names_the_rest(
+    results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures.main([])
+    parts = table.shown()
+    assert parts[0].startswith("![gate](figures/gate.png)") and len(parts) == 4
+    assert "consistency" in parts[-1] and "imagenet" not in parts[-1]
