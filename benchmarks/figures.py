@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from polarprune.gates import gate_slope, gate_value
+from polarprune.pictures import bars
 from polarprune.prox import prox_l1
 
 ROOT = Path(__file__).parent.parent
@@ -37,7 +38,6 @@ ASIDE = {  # names that would lie on one another
     ("resnet56", "SCOP"): (-30, 3), ("vgg16", "HRank"): (4, -10), ("mobilenetv2", "SCOP"): (4, -10),
 }  # fmt: skip
 MAIN = "resnet56-47-seed0"
-TOP = 0.5  # where the paper cuts frequencies off
 
 
 class Missing(Exception):
@@ -138,17 +138,6 @@ def histograms() -> Figure:
     axes[0].set_ylabel("frequency of gates")
     figure.supxlabel("gate value", fontsize=10)
     return figure
-
-
-def bars(axis: Axes, counts: list[int], colour: str) -> None:
-    width, shares = 1 / len(counts), [count / sum(counts) for count in counts]
-    edges = [k * width for k in range(len(counts))]
-    axis.bar(edges, shares, width, align="edge", color=colour, edgecolor="white", lw=0.4)
-    for edge, share in zip(edges, shares, strict=True):
-        if share > TOP:
-            side, x = ("right", edge - 0.02) if edge > 0.5 else ("left", edge + width + 0.02)
-            axis.text(x, 0.98 * TOP, f"{share:.2f} ↑", ha=side, va="top", fontsize=9)
-    axis.set(xlim=(0, 1), ylim=(0, TOP), xticks=[0, 0.5, 1])
 
 
 def lasso() -> Figure:

@@ -59,7 +59,7 @@ class Tiny(nn.Module):
 
 
 TINY = Recipe("tiny", "imagenet", baseline_epochs=8, epochs=3, batch=4, baseline_lr=0.1, lr=0.05,
-              warm_up=0, crop=224)  # fmt: skip
+              warm_up=0)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

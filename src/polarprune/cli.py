@@ -132,10 +132,7 @@ def train(
         typer.Option(help="the paper's λ instead of a budget; leaves the ratio open"),
     ] = None,
     method: Annotated[
-        str,
-        typer.Option(
-            help="gdp is ours; to compare: " + ", ".join(methods.METHODS | methods.ABLATIONS)
-        ),
+        str, typer.Option(help="gdp is ours; to compare: " + ", ".join(methods.EVERY))
     ] = "gdp",
     out: Annotated[Path, typer.Option(help="folder for models, log and report")] = Path(
         "runs/train"

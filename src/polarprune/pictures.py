@@ -36,16 +36,20 @@ def save_gate_histogram(report: Report, path: str | PathLike[str]) -> None:
 
 
 def _draw(panel: Any, row: dict[str, Any]) -> None:
-    counts = row["histogram"]
+    bars(panel, row["histogram"])
+    panel.set_title(f"step {row['step']}", fontsize=10)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def bars(panel: Any, counts: list[int], colour: str = "#0072b2") -> None:
+    """Shares of all, from 0 to 1 along the axis; what is higher than the panel says how high."""
     width = 1 / len(counts)
     shares = [count / max(sum(counts), 1) for count in counts]
     edges = [i * width for i in range(len(counts))]
-    panel.bar(edges, shares, width, align="edge", color="#0072b2", edgecolor="white", lw=0.4)
+    panel.bar(edges, shares, width, align="edge", color=colour, edgecolor="white", lw=0.4)
     for edge, share in zip(edges, shares, strict=True):
         if share > _TOP:
             side, x = ("right", edge - 0.02) if edge > 0.5 else ("left", edge + width + 0.02)
             panel.text(x, 0.98 * _TOP, f"{share:.2f} ↑", ha=side, va="top", fontsize=9)
-    panel.set(xlim=(0, 1), ylim=(0, _TOP), xticks=[0, 0.5, 1], title=f"step {row['step']}")
+    panel.set(xlim=(0, 1), ylim=(0, _TOP), xticks=[0, 0.5, 1])
     panel.set_xticklabels(["0", "0.5", "1"])
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.title.set_fontsize(10)

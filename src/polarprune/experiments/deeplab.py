@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import PruneError
+from .imagenet import from_torchvision
 
 _WIDTH = 256  # of the pyramid and the decoder
 _FINE = 48  # channels of the early features
@@ -36,14 +38,8 @@ class Backbone(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        try:
-            from torchvision.models import resnet50
-        except (ImportError, RuntimeError) as error:
-            raise PruneError(
-                f"deeplabv3plus: its backbone is torchvision's, which cannot be loaded ({error}). "
-                f"Install one that fits this torch: pip install polarprune[vision]."
-            ) from error
-        whole = resnet50(replace_stride_with_dilation=[False, False, True])
+        dilated = [False, False, True]
+        whole: Any = from_torchvision("resnet50", replace_stride_with_dilation=dilated)
         self.conv1, self.bn1, self.relu, self.maxpool = (
             whole.conv1, whole.bn1, whole.relu, whole.maxpool,
         )  # fmt: skip

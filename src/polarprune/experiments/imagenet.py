@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
 from ..errors import PruneError
 from .data import taught
-from .processes import place, summed
+from .processes import agreed, place, summed
 from .recipes import Recipe
 from .task import Stream, Task, evaluating
+from .voc import MEAN, STD
 
 CPU = torch.device("cpu")
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _WORKERS = 8
 _EVALUATED = 128  # pictures at once
 
@@ -57,7 +57,7 @@ def _conv(wide: int, width: int, size: int, stride: int = 1, groups: int = 1) ->
     return nn.Sequential(conv, nn.BatchNorm2d(width), nn.ReLU())
 
 
-def from_torchvision(name: str, weights: str | None = None) -> nn.Module:
+def from_torchvision(name: str, weights: str | None = None, **options: Any) -> nn.Module:
     """A model of torchvision, new or with the weights that are published with it."""
     try:
         from torchvision.models import get_model
@@ -67,7 +67,7 @@ def from_torchvision(name: str, weights: str | None = None) -> nn.Module:
             f"this torch: pip install polarprune[vision]."
         ) from error
     try:
-        model: nn.Module = get_model(name, weights=weights)
+        model: nn.Module = get_model(name, weights=weights, **options)
     except (OSError, ValueError, RuntimeError) as error:
         raise PruneError(
             f"{name}: its weights {weights!r} could not be had ({error}). Give them as "
@@ -165,7 +165,7 @@ class Loaded(Stream):
         self._batches: Iterator[Any] = iter(())
 
     def shuffle(self) -> None:
-        self.sampler.set_epoch(int(torch.randint(1 << 30, ())))  # all processes draw alike
+        self.sampler.set_epoch(int(agreed(torch.randint(1 << 30, ()).to(self.device))))
         self._batches = iter(self.loader)
 
     def next(self) -> tuple[Tensor, Tensor]:

@@ -96,7 +96,7 @@ def _imagenet(network: str, **changes: Any) -> Recipe:
     """As the paper has it; where it is silent (batch, weight decay), as PyTorch's example."""
     usual = Recipe(
         network, "imagenet", baseline_epochs=90, epochs=140, batch=256, baseline_lr=0.1, lr=0.1,
-        warm_up=0.0, nesterov=False, weight_decay=1e-4, crop=224, schedule=per_epoch(0.9, 140),
+        warm_up=0.0, nesterov=False, weight_decay=1e-4, schedule=per_epoch(0.9, 140),
     )  # fmt: skip
     return replace(usual, **changes)
 
@@ -107,59 +107,28 @@ RECIPES = {
     "mobilenetv2": Recipe("mobilenetv2", distill=0.9, cutout=16),
     "resnet20": Recipe("resnet20"),
     "deeplabv3plus": Recipe(
-        "deeplabv3plus",
-        "voc",
-        baseline_epochs=45,
-        epochs=91,
-        batch=16,
-        baseline_lr=0.01,
-        lr=0.009,
-        warm_up=0.0,
-        rates="poly",
-        slow="backbone",
-        nesterov=False,
-        weight_decay=1e-4,
-        crop=513,
+        "deeplabv3plus", "voc", baseline_epochs=45, epochs=91, batch=16, baseline_lr=0.01, lr=0.009,
+        warm_up=0.0, rates="poly", slow="backbone", nesterov=False, weight_decay=1e-4, crop=513,
         schedule=Schedule(eps_end=0.1 * 0.97**500),  # × 0.97 every 120 of 60,000 steps
     ),
     "deeplabv3plus-scratch": Recipe(
-        "deeplabv3plus",
-        "voc",
-        baseline_epochs=120,
-        epochs=120,
-        batch=16,
-        baseline_lr=0.05,
-        lr=0.05,
-        rates="poly",
-        weight_decay=5e-4,
-        crop=513,
+        "deeplabv3plus", "voc", baseline_epochs=120, epochs=120, batch=16, baseline_lr=0.05,
+        lr=0.05, rates="poly", crop=513,
     ),
     "deeplab_backbone": Recipe("deeplab_backbone", baseline_epochs=30, baseline_lr=0.1),
     "stylenet": Recipe(  # as PyTorch's example, which the paper started from
-        "stylenet",
-        "style",
-        baseline_epochs=40,
-        epochs=40,
-        batch=4,
-        baseline_lr=1e-3,
-        lr=1e-3,
-        warm_up=0.0,
-        optimizer="adam",
-        weight_decay=0.0,
+        "stylenet", "style", baseline_epochs=40, epochs=40, batch=4, baseline_lr=1e-3, lr=1e-3,
+        warm_up=0.0, optimizer="adam", weight_decay=0.0,
     ),
     "mobilenet_v1": _imagenet("mobilenet_v1", rates="steps"),
     "mobilenet_v2": _imagenet(
-        "mobilenet_v2",
-        label_smoothing=0.1,
-        weight_decay=4e-5,
-        baseline_lr=0.05,
-        lr=0.05,
+        "mobilenet_v2", label_smoothing=0.1, weight_decay=4e-5, baseline_lr=0.05, lr=0.05,
         pretrained="IMAGENET1K_V1",
     ),
     "resnet50": _imagenet("resnet50", label_smoothing=0.1, pretrained="IMAGENET1K_V1"),
     "resnet50-steps": _imagenet("resnet50", rates="steps", pretrained="IMAGENET1K_V1"),
     **{f"{name}-paper": _paper(name) for name in ("resnet56", "vgg16", "mobilenetv2")},
-}
+}  # fmt: skip
 
 
 def recipe(name: str, **changes: Any) -> Recipe:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..errors import PruneError
 from .recipes import Recipe
 from .task import Shuffled, Task, evaluating
-from .voc import MEAN, STD
+from .voc import MEAN, STD, pixels
 
 SIDE = 256  # pixels
 _CONTENT, _STYLE = 1e5, 1e10  # weights of the two losses, as in PyTorch's example
@@ -226,15 +226,10 @@ def open_style(folder: Path) -> Style:
 
 def _square(path: Path) -> Tensor:
     """The middle of a photo."""
-    try:
-        import numpy
+
+    def middle(image: Any) -> Any:
         from PIL import Image, ImageOps
-    except ImportError as error:
-        raise PruneError("photos are read with Pillow: pip install polarprune[vision]") from error
-    try:
-        with Image.open(path) as image:
-            fitted = ImageOps.fit(image.convert("RGB"), (SIDE, SIDE), Image.Resampling.BILINEAR)
-            pixels: Any = numpy.array(fitted)
-    except OSError as error:
-        raise PruneError(f"--data: {path} cannot be read: {error}.") from error
-    return torch.from_numpy(pixels)
+
+        return ImageOps.fit(image.convert("RGB"), (SIDE, SIDE), Image.Resampling.BILINEAR)
+
+    return pixels(path, middle)

@@ -119,7 +119,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """In eval mode, without gradients; afterwards every module is in the mode it was in."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
-    with torch.no_grad():
-        yield
-    for module, training in modes:
-        module.training = training
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training

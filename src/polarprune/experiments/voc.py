@@ -7,6 +7,7 @@ ImageSets/Segmentation/{train,val}.txt, or one above it (VOC2012, VOCdevkit).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -190,8 +191,8 @@ def _pairs(root: Path, part: str) -> list[tuple[Tensor, Tensor]]:
         raise PruneError(f"--data: {list_file} cannot be read: {error}.") from error
     found = []
     for name in names:
-        photo = _pixels(root / "JPEGImages" / f"{name}.jpg", "RGB")
-        mask = _pixels(root / "SegmentationClass" / f"{name}.png", None)
+        photo = pixels(root / "JPEGImages" / f"{name}.jpg", lambda image: image.convert("RGB"))
+        mask = pixels(root / "SegmentationClass" / f"{name}.png")
         if photo.shape[:2] != mask.shape:
             raise PruneError(
                 f"--data: {name} is {tuple(photo.shape[:2])} pixels, its mask {tuple(mask.shape)}: "
@@ -213,7 +214,8 @@ def _laid_out(pairs: list[tuple[Tensor, Tensor]], side: int) -> Photos:
     return Photos(x, masks, torch.tensor([mask.shape for _, mask in pairs]))
 
 
-def _pixels(path: Path, mode: str | None) -> Tensor:
+def pixels(path: Path, change: Callable[[Any], Any] = lambda image: image) -> Tensor:
+    """Of a picture, as Pillow reads it, or changes it."""
     try:
         import numpy
         from PIL import Image
@@ -221,7 +223,7 @@ def _pixels(path: Path, mode: str | None) -> Tensor:
         raise PruneError("photos are read with Pillow: pip install polarprune[vision]") from error
     try:
         with Image.open(path) as image:
-            pixels: Any = numpy.array(image.convert(mode) if mode else image)
+            found: Any = numpy.array(change(image))
     except OSError as error:
         raise PruneError(f"--data: {path} cannot be read: {error}.") from error
-    return torch.from_numpy(pixels)
+    return torch.from_numpy(found)
