@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +209,8 @@ def test_group_lasso_against_its_closed_form() -> None:
 
 def test_norms_of_nothing_have_a_slope() -> None:
     model = Tiny()
-    norms = UnitNorms(model, pp.trace(model, EXAMPLE))
+    graph = pp.trace(model, EXAMPLE)
+    norms = UnitNorms(model, graph.units, graph.axes)
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
     norms().sum().backward()
@@ -406,7 +408,7 @@ def test_naive_sl0_pulls_at_kernels_and_leaves_the_forward_pass_alone() -> None:
 # --- in a captured step ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", EVERY)
 def test_a_step_reads_nothing_back(name: str, data: Data) -> None:
     model = ResNet(1)
     method = control(methods.EVERY[name], model)
@@ -421,7 +423,7 @@ def test_a_step_reads_nothing_back(name: str, data: Data) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", EVERY)
 def test_a_captured_step_trains_like_an_eager_one(name: str) -> None:
     few, found = images(200).to("cuda"), []
     for captured in (False, True):
@@ -438,15 +440,29 @@ def test_a_captured_step_trains_like_an_eager_one(name: str) -> None:
 
 
 @needs_torch_pruning
-def test_torch_prunings_regularizer_works_on_the_gradients(data: Data) -> None:
-    model = Tiny()
+@pytest.mark.parametrize("kind", [Tiny, partial(ResNet, 1)])
+def test_torch_prunings_regularizer_is_its_own(kind: Any) -> None:
+    model = kind()
     method = control(METHODS["torch-pruning"], model, torch_pruning=0.1)
-    assert not method.captured
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    model(EXAMPLE).square().sum().backward()
+    kept = {name: p.grad.clone() for name, p in model.named_parameters()}
     method.pull()
-    pulled = {name for name, p in model.named_parameters() if bool(p.grad.any())}
-    assert pulled == {"one.weight", "two.weight", "bn.weight", "head.weight"}
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.grad = kept[name].clone()
+    method._pruner(model, 0.5).regularize(model)
+    pulled = 0
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameter.grad, found[name], rtol=1e-4, atol=1e-5), name
+        pulled += not torch.equal(parameter.grad, kept[name])
+    weights = [name for name, _ in model.named_parameters() if name.endswith("weight")]
+    assert pulled == len(weights)
+
+
+@needs_torch_pruning
+def test_torch_pruning_cuts_to_the_budget() -> None:
+    model = Tiny()
+    method = control(METHODS["torch-pruning"], model)
     before = copy.deepcopy(model)
     small = method.cut(model)
     assert count_macs(small, EXAMPLE) <= 0.5 * count_macs(before, EXAMPLE)

@@ -55,41 +55,71 @@ def scale_scores(model: nn.Module, graph: Graph) -> Tensor:
 
 
 class UnitNorms:
-    """ℓ2 norm of all parameters that go with each unit: those that make it, follow it and read it;
-    with `axes=graph.sites` only of those that read it.
+    """ℓ2 norm of all parameters that go with each unit, by their `axes`: with those of a graph, all
+    that make it, follow it and read it; with its `sites`, only those that read it.
 
-    Can be differentiated, and captured in a CUDA graph. `sizes`: how many numbers each norm is of.
+    Can be differentiated, and captured in a CUDA graph. All parameters are one vector here, with
+    the units of every number beside it: a few large kernels instead of thousands of small ones.
+    `sizes`: how many numbers each norm is of.
     """
 
-    def __init__(
-        self, model: nn.Module, graph: Graph, axes: dict[str, dict[int, Tensor]] | None = None
-    ) -> None:
-        axes = graph.axes if axes is None else axes
-        self.parts: list[tuple[Tensor, int, Tensor]] = []
-        self.sizes = torch.zeros(graph.units + 1, device=next(model.parameters()).device)
-        for name, tensor in model.named_parameters():
-            for axis, units in axes.get(name, {}).items():
-                slots = torch.where(units == WHOLE, graph.units, units).to(tensor.device)
-                self.parts.append((tensor, axis, slots))
-                each = torch.full_like(slots, tensor.numel() // len(slots), dtype=torch.float32)
-                self.sizes.index_add_(0, slots, each)
-        self.sizes = self.sizes[:-1]
+    def __init__(self, model: nn.Module, units: int, axes: dict[str, dict[int, Tensor]]) -> None:
+        found = [(p, list(axes[name].items())) for name, p in model.named_parameters()
+                 if axes.get(name)]  # fmt: skip
+        self.tensors: list[Tensor] = [tensor for tensor, _ in found]
+        self.units = units
+        self.slots = [  # `units` itself: none
+            torch.cat([
+                _of_each(tensor, *own[k], units) if k < len(own)
+                else torch.full((tensor.numel(),), units, device=tensor.device)
+                for tensor, own in found
+            ])
+            for k in range(max(len(own) for _, own in found))
+        ]  # fmt: skip
+        self.sizes = self._sums(torch.ones_like(self._vector()))
+
+    def _vector(self) -> Tensor:
+        return torch.cat([tensor.float().flatten() for tensor in self.tensors])
+
+    def _sums(self, numbers: Tensor) -> Tensor:
+        sums = numbers.new_zeros(self.units + 1)
+        for slots in self.slots:
+            sums = sums.index_add(0, slots, numbers)
+        return sums[:-1]
+
+    def squares(self) -> Tensor:
+        return self._sums(self._vector().square())
 
     def __call__(self) -> Tensor:
-        squares = self.sizes.new_zeros(len(self.sizes) + 1)  # the last: of what stays whole
-        for tensor, axis, slots in self.parts:
-            mine = tensor.float().square().movedim(axis, 0).reshape(len(slots), -1).sum(1)
-            squares = squares.index_add(0, slots, mine)
-        return (squares[:-1] + _TINY).sqrt()
+        return (self.squares() + _TINY).sqrt()
 
     @torch.no_grad()
     def scale(self, factors: Tensor) -> None:
         """Multiply all that a norm is of."""
         factors = torch.cat([factors, factors.new_ones(1)])
-        for tensor, axis, slots in self.parts:
-            shape = [1] * tensor.dim()
-            shape[axis] = -1
-            tensor.mul_(factors[slots].reshape(shape))
+        each = torch.stack([factors[slots] for slots in self.slots]).prod(0)
+        torch._foreach_mul_(self.tensors, self._apart(each))
+
+    @torch.no_grad()
+    def pull(self, strengths: Tensor) -> None:
+        """Add `strengths` times the parameters to their gradients, for every norm they are in."""
+        strengths = torch.cat([strengths, strengths.new_zeros(1)])
+        each = torch.stack([strengths[slots] for slots in self.slots]).sum(0) * self._vector()
+        for tensor, more in zip(self.tensors, self._apart(each), strict=True):
+            if tensor.grad is not None:
+                tensor.grad += more
+
+    def _apart(self, numbers: Tensor) -> list[Tensor]:
+        parts = numbers.split([tensor.numel() for tensor in self.tensors])
+        return [part.view(t.shape) for part, t in zip(parts, self.tensors, strict=True)]
+
+
+def _of_each(tensor: Tensor, axis: int, units: Tensor, none: int) -> Tensor:
+    """The unit of every number of a tensor, of which one axis has units."""
+    shape = [1] * tensor.dim()
+    shape[axis] = -1
+    units = torch.where(units == WHOLE, none, units).to(tensor.device)
+    return units.reshape(shape).expand(tensor.shape).flatten()
 
 
 def plan_by_score(graph: Graph, scores: Tensor, *, multiple_of: int = 1, **limits: float) -> Plan:

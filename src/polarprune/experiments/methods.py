@@ -39,7 +39,7 @@ from ..controls import (
 from ..cost import Quadratic
 from ..errors import PruneError
 from ..gates import gate_value
-from ..groups import Plan
+from ..groups import WHOLE, Plan
 from ..place import place
 from ..proof import count_macs
 from ..surgery import plain, shrink
@@ -51,6 +51,7 @@ from .training import Groups, Method, Trainer, recalibrate
 
 Limits = dict[str, float]  # resource -> share of the original
 _BINS = 20  # of a histogram, as in the history of a pruner
+_HARDEST = 16.0  # `alpha` of Torch-Pruning's regularizer
 _CLOSE = 1e-4  # pruning ratios of Torch-Pruning: finer than one channel of these networks
 
 
@@ -131,7 +132,7 @@ class Lasso(Planned):
 
     def set_up(self) -> None:
         super().set_up()
-        self.norms = UnitNorms(self.model, self.graph)
+        self.norms = UnitNorms(self.model, self.graph.units, self.graph.axes)
 
     def penalty(self) -> Tensor:
         return self.numbers.lasso * (self.norms.sizes.sqrt() * self.norms()).sum()
@@ -241,7 +242,7 @@ class Kernels(Steered):
 
     def set_up(self) -> None:
         super().set_up()
-        self.norms = UnitNorms(self.model, self.graph, self.graph.sites)
+        self.norms = UnitNorms(self.model, self.graph.units, self.graph.sites)
         self.first = self.norms().detach().square() / 10
         schedule = self.recipe.schedule
         self.decay = math.log(schedule.eps_end / schedule.eps_start) / self.steps
@@ -321,21 +322,15 @@ class KernelGates(Kernels):
 
 
 class TorchPruning(Control):
-    """Its regularizer works on the gradients and reads numbers back: no CUDA graph."""
-
-    captured = False
+    """Its groups, its importance, its cutting. Its regularizer reads numbers back and takes longer
+    than a step, so the same formula is here in a few large kernels (a test compares them)."""
 
     def set_up(self) -> None:
-        self.pruner = self._pruner(self.model, 0.5)
-        self.pruner.update_regularizer()
+        self.norms, self.group = self._units(self._pruner(self.model, 0.5))
+        self.groups = int(self.group.max()) + 1
 
     def _pruner(self, model: nn.Module, ratio: float) -> Any:
-        try:
-            import torch_pruning as tp
-        except ImportError as error:
-            raise PruneError(
-                "torch-pruning is not installed: pip install polarprune[controls]"
-            ) from error
+        tp = self._library()
         return tp.pruner.GroupNormPruner(
             model,
             self.example,
@@ -346,11 +341,55 @@ class TorchPruning(Control):
             ignored_layers=[[m for m in model.modules() if isinstance(m, nn.Linear)][-1]],
         )
 
+    def _library(self) -> Any:
+        try:
+            import torch_pruning as tp
+        except ImportError as error:
+            raise PruneError(
+                "torch-pruning is not installed: pip install polarprune[controls]"
+            ) from error
+        return tp
+
+    def _units(self, pruner: Any) -> tuple[UnitNorms, Tensor]:
+        """The norms of all channels of its groups, and the group of each channel."""
+        tp = self._library()
+        kinds = [(tp.prune_conv_out_channels, 0), (tp.prune_linear_out_channels, 0),
+                 (tp.prune_conv_in_channels, 1), (tp.prune_linear_in_channels, 1),
+                 (tp.prune_batchnorm_out_channels, 0)]  # fmt: skip
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        axes: dict[str, dict[int, Tensor]] = {}
+        owners: list[int] = []
+        for number, group in enumerate(pruner._groups):
+            for item in group:
+                layer, known = item.dep.layer, [k for fn, k in kinds if fn == item.dep.pruning_fn]
+                if not known or layer.weight is None:
+                    continue
+                if getattr(layer, "groups", 1) > 1 or getattr(layer, "transposed", False):
+                    raise PruneError(f"torch-pruning: {layer} is not one that is compared here.")
+                own = axes.setdefault(names[id(layer.weight)], {})
+                none = torch.full((layer.weight.shape[known[0]],), WHOLE)
+                units = own.setdefault(known[0], none)
+                units[list(item.idxs)] = len(owners) + torch.tensor(list(item.root_idxs))
+            owners += [number] * len(group[0].idxs)
+        home = next(self.model.parameters()).device
+        return UnitNorms(self.model, len(owners), axes), torch.tensor(owners, device=home)
+
     def param_groups(self, model: nn.Module, lr: float, weight_decay: float) -> Groups:
         return super().param_groups(model, lr, self.numbers.torch_pruning_decay)
 
+    @torch.no_grad()
     def pull(self) -> None:
-        self.pruner.regularize(self.model)
+        """The least channels of a group are pulled at 16 times as hard as the largest."""
+
+        def of_group(kind: str, values: Tensor) -> Tensor:
+            none = values.new_zeros(self.groups)
+            return none.scatter_reduce(0, self.group, values, kind, include_self=False)[self.group]
+
+        squares = self.norms.squares()
+        size = (squares / of_group("mean", squares)).sqrt()
+        largest, least = of_group("amax", size), of_group("amin", size)
+        strength = _HARDEST ** ((largest - size) / (largest - least))
+        self.norms.pull(self.numbers.torch_pruning * strength.nan_to_num(0.0, 0.0, 0.0))
 
     def cut(self, model: nn.Module) -> nn.Module:
         """By the least pruning ratio that meets the budget."""

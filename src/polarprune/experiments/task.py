@@ -116,12 +116,16 @@ class Task(ABC):
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """In eval mode, without gradients; afterwards every module is in the mode it was in."""
+    """In eval mode, without gradients, in full precision (a GPU would round the inputs of
+    convolutions); afterwards all is as it was."""
     modes = [(module, module.training) for module in model.modules()]
+    rounded = torch.backends.cudnn.allow_tf32
     model.eval()
+    torch.backends.cudnn.allow_tf32 = False
     try:
         with torch.no_grad():
             yield
     finally:
+        torch.backends.cudnn.allow_tf32 = rounded
         for module, training in modes:
             module.training = training
