@@ -1,0 +1,39 @@
+"""The models that are shipped are what their cards say."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from polarprune.experiments.networks import NETWORKS
+from polarprune.experiments.run import rebuilt
+from polarprune.proof import count_macs
+
+ROOT = Path(__file__).parent.parent
+FILES = sorted((ROOT / "zoo").glob("*.safetensors"))
+
+
+def test_there_are_models() -> None:
+    assert FILES
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_shipped_model_is_what_its_card_says(file: Path) -> None:
+    card = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))
+    assert hashlib.sha256(file.read_bytes()).hexdigest() == card["sha256"]
+    model, inside = rebuilt(file)
+    assert {key: inside[key] for key in inside} == {key: card[key] for key in inside}
+    image = torch.zeros(1, 3, 32, 32)
+    whole = count_macs(NETWORKS[card["network"]](), image)
+    assert count_macs(model.eval(), image) == card["macs"] <= card["budget"]["macs"] * whole
+    assert sum(p.numel() for p in model.parameters()) == card["params"]
+    log = [json.loads(line) for line in (ROOT / card["log"]).read_text().splitlines()]
+    last = [row for row in log if row["stage"] == "prune"][-1]
+    assert last["epoch"] == last["epochs"] == card["recipe"]["epochs"]
+    before, after = (row["accuracy"] for row in card["table"][1:3])
+    assert last["accuracy"] == before
+    assert after == card["accuracy"] == pytest.approx(before, abs=2e-4)  # rounding on a GPU
