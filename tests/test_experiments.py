@@ -329,6 +329,22 @@ def test_a_run_goes_on_where_it_was_cut_off(
     assert rows == 4 + (stage == "prune")  # one epoch is done again, none after it was finished
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_teacher_stays_for_the_fine_tuning(
+    share: float, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taught = {}
+    train = Run.train
+    monkeypatch.setattr(
+        Run, "train",
+        lambda run, stage, trainer: (taught.update({stage: trainer.teacher is not None}),
+                                     train(run, stage, trainer)),
+    )  # fmt: skip
+    run = Run(recipe("tiny", distill=share, tune_epochs=1), data, tmp_path)
+    run.prune(run.baseline(), macs=0.5)
+    assert taught == {"baseline": False, "prune": share > 0, "tune": share > 0}
+
+
 def test_a_teacher_is_listened_to(data: Data) -> None:
     torch.manual_seed(0)
     teacher, student = Tiny(), Tiny()

@@ -436,12 +436,13 @@ def prune(run: Run, baseline: nn.Module, method: str = "gdp", **limits: float) -
         raise PruneError(f"--lam is a number of our method; give {method} a budget.")
     recipe = run.recipe
     before = run.score(baseline)
+    teacher = baseline if recipe.distill else None
     model = copied(run.fresh(), baseline)
     steps = recipe.epochs * run.batches.per_epoch
     control = EVERY[method](model, run.data.example(), recipe, steps, limits)
     trainer = Trainer(
         model, run.batches, recipe, epochs=recipe.epochs, lr=recipe.lr, method=control,
-        teacher=baseline if recipe.distill else None,
+        teacher=teacher,
     )  # fmt: skip
     run.train("prune", trainer)
     full = control.trained()
@@ -453,4 +454,4 @@ def prune(run: Run, baseline: nn.Module, method: str = "gdp", **limits: float) -
     assert not over, f"{method}: above its budget of {over}"
     models = {"full": full, "small": small}
     card = run.card(method, limits, before, models, run.one(whole), run.one(left))
-    return run.finish(card, small)
+    return run.finish(card, small, teacher)

@@ -107,7 +107,7 @@ class Run:
         if self.writes:
             (self.out / "report.json").write_text(report.to_json(), encoding="utf-8")
             (self.out / "report.html").write_text(report.to_html(), encoding="utf-8")
-        return self.finish(card, small)
+        return self.finish(card, small, teacher)
 
     def _gated(
         self, model: nn.Module, teacher: nn.Module | None, limits: dict[str, float]
@@ -248,14 +248,17 @@ class Run:
         """Of all that was traced, the cost of one."""
         return {**cost, "macs": cost["macs"] // self.data.examples}
 
-    def finish(self, card: dict[str, Any], small: nn.Module) -> dict[str, Any]:
+    def finish(
+        self, card: dict[str, Any], small: nn.Module, teacher: nn.Module | None
+    ) -> dict[str, Any]:
         """Write the model, fine-tune it, write that too, and the card of both."""
         card["sha256"] = self._write(small, "small", card)
         if self.recipe.tune_epochs:
             recipe = dataclasses.replace(self.recipe, warm_up=0.0)
             trainer = Trainer(
-                small, self.batches, recipe, epochs=recipe.tune_epochs, lr=recipe.tune_lr
-            )
+                small, self.batches, recipe, epochs=recipe.tune_epochs, lr=recipe.tune_lr,
+                teacher=teacher,
+            )  # fmt: skip
             self.train("tune", trainer)
             score = {self.data.measure: self.score(small)}
             row = {**card["table"][-1], "stage": "after fine-tuning", **score}
