@@ -43,10 +43,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from overhead import vision
 from torch import Tensor, nn
 
 import polarprune as pp
+from overhead import vision
 from polarprune.bench import environment, side_by_side
 from polarprune.controls import magnitude_scores, plan_by_score
 from polarprune.groups import Graph

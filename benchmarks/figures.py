@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from experiments import STARTS
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from experiments import STARTS
 from polarprune.gates import gate_slope, gate_value
 from polarprune.pictures import bars
 from polarprune.prox import prox_l1

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from overhead import vision
 
 import polarprune as pp
+from overhead import vision
 from polarprune.bench import environment, side_by_side
 
 STORE = Path(__file__).with_suffix(".json")

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy
 import torch
-from experiments import VOC
 from matplotlib.figure import Figure
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from experiments import VOC
 from polarprune.experiments.kinds import open_data
 from polarprune.experiments.networks import NETWORKS
 from polarprune.experiments.run import rebuilt

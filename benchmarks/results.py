@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import figures
-from sayings import SAYINGS
-
 from polarprune.experiments.methods import METHODS
 from polarprune.experiments.recipes import RECIPES, Controls
+from sayings import SAYINGS
 
 ROOT = Path(__file__).parent.parent
 MARKS = ("<!-- results table -->", "<!-- end of results table -->")

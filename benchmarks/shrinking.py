@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from overhead import vision
 from torch import nn
 
 import polarprune as pp
+from overhead import vision
 from polarprune.bench import environment, wait
 from polarprune.experiments.training import Captured
 

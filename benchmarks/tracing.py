@@ -57,6 +57,7 @@ def measured(work: Callable[[], Any]) -> tuple[Any, dict]:
 
 def vision(name: str) -> tuple[Any, Any]:
     import torch
+
     from coverage_models import import_torchvision
 
     models = import_torchvision().models
@@ -68,6 +69,7 @@ def vision(name: str) -> tuple[Any, Any]:
 def llama() -> tuple[Any, Any]:
     """The shape of Llama 3.2 1B, with attention in plain code, on the meta device."""
     import torch
+
     from coverage_models import import_torchvision
 
     import_torchvision()  # which transformers imports
@@ -192,9 +194,9 @@ def theirs_large(_: str) -> dict:
 
 def deep(blocks: str) -> dict:
     import torch
-    from norms import ViT
 
     import polarprune as pp
+    from norms import ViT
 
     begin()
     model, x = ViT(3, 32, 4, 192, int(blocks), 3), torch.randn(1, 3, 32, 32)

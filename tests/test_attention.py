@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_awkward import cut_at_random, images
-from test_exact import counted, difference
 from torch import Tensor, nn
 
 import polarprune as pp
 from polarprune.recorder import attempt
 from polarprune.tape import Tape
+from test_awkward import cut_at_random, images
+from test_exact import counted, difference
 
 DIM, HEADS = 24, 4
 

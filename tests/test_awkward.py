@@ -17,16 +17,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import cbr, head, randomise
-from test_exact import VARIANTS, counted, pruner_of, set_gates
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import polarprune as pp
+from nets import cbr, head, randomise
 from polarprune.groups import Graph
 from polarprune.proof import difference, outputs, prove_equal
 from polarprune.surgery import fold
+from test_exact import VARIANTS, counted, pruner_of, set_gates
 
 OUTPUT = "part of the model's output"
 INPUT = "reads channels of unknown origin (or the input)"

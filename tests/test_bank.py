@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from nets import NETS, WHOLE_NETS
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import polarprune as pp
+from nets import NETS, WHOLE_NETS
 from polarprune import bank
 from polarprune.tape import as_call, tensors_in
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from nets import NETS, cbr, digits_resnet, head
 from safetensors.torch import load_file, save_file
-from test_exact import traced
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import polarprune as pp
+from nets import NETS, cbr, digits_resnet, head
+from test_exact import traced
 
 # What each net is here for.
 ROUND_TRIPS = {

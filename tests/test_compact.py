@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import NETS, randomise
-from test_exact import counted, difference, run
-from test_norms import Net
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import polarprune as pp
+from nets import NETS, randomise
 from polarprune.compact import Pace
+from test_exact import counted, difference, run
+from test_norms import Net
 
 Optimizers = Callable[[pp.Pruner], torch.optim.Optimizer]
 

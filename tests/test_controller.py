@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import share
-from nets import resnet20
 from torch import Tensor
 
 import polarprune as pp
+from conftest import share
+from nets import resnet20
 from polarprune.gates import PEAK, edge, gate_slope, gate_value
 
 STEPS, BUDGET = 2000, 0.5

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from nets import NETS
 from torch.utils.flop_counter import FlopCounterMode
 
 import polarprune as pp
+from nets import NETS
 from polarprune.budget import Budget
 from polarprune.controls import (
     magnitude_scores,

@@ -19,17 +19,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import cbr, head, randomise
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_awkward import Cut, cut_at_random, images, trains
-from test_exact import VARIANTS, pruner_of, set_gates
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import polarprune as pp
+from nets import cbr, head, randomise
 from polarprune import capture, emit
 from polarprune.proof import difference, prove_equal
+from test_awkward import Cut, cut_at_random, images, trains
+from test_exact import VARIANTS, pruner_of, set_gates
 
 OUTPUT = "part of the model's output"
 PART = "written into part of another tensor"

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import batches, prune, same_state, sgd, snapshot, train
-from nets import digits_resnet
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import polarprune as pp
+from conftest import batches, prune, same_state, sgd, snapshot, train
+from nets import digits_resnet
 
 IMAGE = torch.zeros(2, 1, 8, 8)
 

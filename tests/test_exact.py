@@ -16,13 +16,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import NETS, cbr, randomise
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_count
 
 import polarprune as pp
+from nets import NETS, cbr, randomise
 from polarprune.groups import Graph, Group
 from polarprune.surgery import plain
 

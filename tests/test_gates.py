@@ -7,11 +7,11 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import NETS, digits_resnet, mobilenetv2_small
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import polarprune as pp
+from nets import NETS, digits_resnet, mobilenetv2_small
 from polarprune.gates import GatedWeight, gate_value
 from polarprune.place import install
 

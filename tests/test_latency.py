@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from nets import NETS, WHOLE_NETS, digits_resnet
 from torch import Tensor, nn
 
 import polarprune as pp
+from nets import NETS, WHOLE_NETS, digits_resnet
 from polarprune import latency
 from polarprune.budget import Budget
 from polarprune.latency import Latency, Terms

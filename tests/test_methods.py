@@ -15,10 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_experiments import TINY, Tiny, images, runner, written
-from test_experiments import data as data  # fixtures
-from test_experiments import tiny as tiny
-from test_stalls import NoReading
 from torch import Tensor, nn
 
 import polarprune as pp
@@ -35,6 +31,10 @@ from polarprune.experiments.run import Run, rebuilt
 from polarprune.experiments.training import Trainer
 from polarprune.gates import GatedWeight
 from polarprune.proof import count_macs
+from test_experiments import TINY, Tiny, images, runner, written
+from test_experiments import data as data  # fixtures
+from test_experiments import tiny as tiny
+from test_stalls import NoReading
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from results import MARKS, write

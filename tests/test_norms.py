@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import randomise
-from test_exact import counted
 from torch import Tensor, nn
 
 import polarprune as pp
+from nets import randomise
 from polarprune.norms import weighted_mean
 from polarprune.proof import difference, prove_equal
 from polarprune.surgery import fold
+from test_exact import counted
 
 WIDTH = 12
 

@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import onnxruntime
 import pytest
-import test_attention
-import test_emit
-import test_norms
 import torch
-from nets import NETS
-from test_exact import VARIANTS, set_gates
 from torch import Tensor, nn
 
 import polarprune as pp
+import test_attention
+import test_emit
+import test_norms
+from nets import NETS
+from test_exact import VARIANTS, set_gates
 
 Made = tuple[nn.Module, Tensor]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import around, randomise
-from test_awkward import OUTPUT, cut, cut_at_random, images
 from torch import Tensor, nn
 
 import polarprune as pp
+from nets import around, randomise
+from test_awkward import OUTPUT, cut, cut_at_random, images
 
 
 class Chooses(nn.Module):

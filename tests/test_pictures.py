@@ -11,13 +11,13 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from test_style import weights
-from test_voc import Tiny, written
 
 import polarprune as pp
 from polarprune.experiments import networks, style
 from polarprune.experiments.recipes import RECIPES
 from polarprune.experiments.style import StyleNet
+from test_style import weights
+from test_voc import Tiny, written
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import alphas, batches, prune, same_state, sgd, share, snapshot, train
-from nets import NETS, digits_resnet
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 import polarprune as pp
 import polarprune.pruner
+from conftest import alphas, batches, prune, same_state, sgd, share, snapshot, train
+from nets import NETS, digits_resnet
 
 STEPS = 12
 EXAMPLE = torch.zeros(2, 1, 8, 8)

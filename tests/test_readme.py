@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from nets import digits_resnet
 
 import polarprune as pp
+from nets import digits_resnet
 
 ROOT = Path(__file__).parent.parent
 TEXTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from matplotlib.figure import Figure
-from nets import digits_resnet
 
+from nets import digits_resnet
 from polarprune import PruneError, Pruner
 from polarprune.html import Raw, powers_of_ten, tag, ticks_from_zero
 from polarprune.pictures import save_gate_histogram

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_awkward import cut_at_random, images
 from torch import Tensor, nn
 
 import polarprune as pp
@@ -17,6 +16,7 @@ from polarprune.flow import Flow
 from polarprune.labels import Labels
 from polarprune.rules import pointwise
 from polarprune.tape import Op, Value
+from test_awkward import cut_at_random, images
 
 PAGE = Path(__file__).parent.parent / "docs" / "rules.md"
 TEXT = PAGE.read_text(encoding="utf-8")

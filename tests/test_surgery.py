@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from nets import NETS, BasicBlock, cbr, digits_resnet, head
-from test_exact import VARIANTS, counted, difference, double, pruner_of, set_gates, traced
 from torch import Tensor, nn
 
 import polarprune as pp
+from nets import NETS, BasicBlock, cbr, digits_resnet, head
 from polarprune.controls import magnitude_scores, plan_by_score, random_scores
 from polarprune.groups import Graph
 from polarprune.surgery import RECIPE, Recipe, apply, write_recipe
+from test_exact import VARIANTS, counted, difference, double, pruner_of, set_gates, traced
 
 Plan = dict[str, list[int]]
 

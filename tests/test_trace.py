@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import test_exact
 import torch
-from nets import NETS, BasicBlock, cbr, head
-from test_exact import counted, difference, double, pruner_of
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import polarprune as pp
+import test_exact
+from nets import NETS, BasicBlock, cbr, head
 from polarprune.groups import Graph
 from polarprune.rules import pointwise
+from test_exact import counted, difference, double, pruner_of
 
 IMAGE = torch.Generator().manual_seed(0)
 
