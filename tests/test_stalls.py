@@ -18,9 +18,12 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 
 
 class NoReading(TorchDispatchMode):
-    """Raises where a value goes from the device to the host, or a size depends on values."""
+    """Raises where a value goes from the device to the host or back, or a size depends on values:
+    a CUDA graph cannot hold that."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.lift_fresh.default:
+            raise AssertionError("a tensor is made of Python numbers")
         waits = torch.Tag.data_dependent_output in func.tags
         if torch.Tag.dynamic_output_shape in func.tags:  # index only by a mask
             kinds = [x.dtype for x in tree_leaves(args[1:]) if isinstance(x, Tensor)]
@@ -54,6 +57,8 @@ def test_the_check_sees_a_value_that_is_read() -> None:
     for read in (lambda x: x.item(), lambda x: x[x > 0], lambda x: bool(x.sum() > 0)):
         with pytest.raises(AssertionError, match="waits for the device"), NoReading():
             read(torch.ones(1))
+    with pytest.raises(AssertionError, match="Python numbers"), NoReading():
+        torch.tensor([0.5, 0.25])
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from polarprune.proof import count_macs
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 from coverage_models import import_torchvision
+from test_stalls import NoReading
 
 
 def weights() -> dict[str, Tensor]:
@@ -141,3 +142,13 @@ def test_other_weights_are_refused(tmp_path: Path) -> None:
     save_file({"conv.weight": torch.ones(1)}, str(tmp_path / "features.safetensors"))
     with pytest.raises(pp.PruneError, match=r"has no features.0.weight"):
         open_style(tmp_path)
+
+
+def test_a_step_can_be_captured(tmp_path: Path) -> None:
+    tiny = RECIPES["tiny"]
+    run = Run(tiny, open_style(photos(tmp_path)), tmp_path / "out")
+    run.batches.shuffle()
+    model, teacher = run.fresh(), run.fresh()
+    with NoReading():  # all of it but Adam, which counts on the host where there is no GPU
+        x, y = run.batches.next()
+        run.batches.loss(model(x), y, teacher(x), tiny).backward()

@@ -35,6 +35,7 @@ from polarprune.experiments.voc import (
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 from coverage_models import import_torchvision
+from test_stalls import NoReading
 
 SIDE = 33
 
@@ -293,3 +294,11 @@ def test_a_branch_of_the_pyramid_can_vanish(deeplab: nn.Module) -> None:
         deeplab.pyramid.project[0][0].weight[:, 512:768][:, ~kept] = 0  # type: ignore[index,union-attr,operator]
         assert small(x).allclose(deeplab(x), atol=1e-4)
     assert small.pyramid.ways[2][0].weight.shape[0] == 2
+
+
+def test_a_step_can_be_captured(tiny: None, tmp_path: Path) -> None:
+    run = Run(TINY, open_voc(written(tmp_path)), tmp_path / "out")
+    trainer = Trainer(run.fresh(), run.batches, TINY, epochs=1, lr=0.1, teacher=run.fresh())
+    trainer.batches.shuffle()
+    with NoReading():
+        trainer._step()

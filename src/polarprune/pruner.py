@@ -152,7 +152,7 @@ class Pruner:
             self._check_finite(self._flat())
         self._stepper.follow()
         if self.lam is not None:
-            self._stepper.scale.copy_(torch.as_tensor(self.lam * self._gate_lr()))
+            self._stepper.scale.fill_(self.lam * self._gate_lr())
         self._stepper()
         if not captured:
             self._count()

@@ -50,11 +50,11 @@ class Photos:
 
     def normalised(self) -> Tensor:
         """As a model takes them: outside of a photo all is 0, the mean colour."""
-        mean, std = (torch.tensor(n, device=self.x.device) for n in (MEAN, STD))
         along = torch.arange(self.x.shape[1], device=self.x.device)
         rows, columns = (along < self.sizes[:, axis, None] for axis in (0, 1))
-        inside = (rows[:, :, None] & columns[:, None, :]).unsqueeze(-1)
-        return ((self.x / 255 - mean) / std * inside).permute(0, 3, 1, 2)
+        inside = rows[:, :, None] & columns[:, None, :]
+        colours = zip(self.x.unbind(3), MEAN, STD, strict=True)
+        return torch.stack([(x / 255 - mean) / std * inside for x, mean, std in colours], 1)
 
 
 @dataclass(frozen=True)
