@@ -25,6 +25,7 @@ from experiments import VOC
 from polarprune.experiments.kinds import open_data
 from polarprune.experiments.networks import NETWORKS
 from polarprune.experiments.run import rebuilt
+from polarprune.experiments.style import Features
 from polarprune.experiments.task import evaluating
 from polarprune.experiments.voc import CLASSES, Voc
 
@@ -140,9 +141,8 @@ def style_data(given: argparse.Namespace) -> None:
         for file in files:
             shutil.copy(file, given.out / part / file.name)
     Image.fromarray(stained_glass()).save(given.out / "style.jpg", quality=95)
-    weights = load_file(given.features)
-    kept = {name: tensor for name, tensor in weights.items() if name.startswith("features.")}
-    save_file(kept, str(given.out / "features.safetensors"))
+    features = Features(load_file(given.features))  # no more than is looked at
+    save_file(features.state_dict(), str(given.out / "features.safetensors"))
 
 
 def stained_glass(side: int = 512, panes: int = 160, seed: int = 0) -> Any:
