@@ -125,35 +125,36 @@ class Run:
 
     def rehearse(self, steps: int, **limits: float) -> dict[str, Any]:
         """A few steps of both trainings: what all of them will take. Nothing is written."""
-        recipe, found = self.recipe, {}
+        recipe = self.recipe
         steps = min(steps, self.batches.per_epoch - _WARM)
         if steps < 1:
             raise PruneError(f"--dry-run: an epoch has only {self.batches.per_epoch} batches.")
-        on_gpu = self.device.type == "cuda"
+        stages = {}
+        if not recipe.pretrained:
+            epochs, lr = max(recipe.baseline_epochs, 1), recipe.baseline_lr
+            whole = Trainer(self.fresh(), self.batches, recipe, epochs=epochs, lr=lr)
+            stages["baseline"] = self._timed(whole, steps)
         teacher = self.fresh() if recipe.distill else None
-        whole = Trainer(
-            self.fresh(), self.batches, recipe, epochs=max(recipe.baseline_epochs, 1),
-            lr=recipe.baseline_lr,
-        )  # fmt: skip
         pruner, gated = self._gated(self.fresh(), teacher, limits)
-        for stage, trainer in (("baseline", whole), ("prune", gated)):
-            if on_gpu:
-                torch.cuda.reset_peak_memory_stats(self.device)
-            self.batches.shuffle()
-            trainer.advance(_WARM)
-            start = time.perf_counter()
-            trainer.advance(steps)  # waits for the device to read the loss
-            taken = (time.perf_counter() - start) / steps
-            memory = torch.cuda.max_memory_allocated(self.device) if on_gpu else None
-            found[stage] = {"seconds_a_step": taken, "steps": trainer.steps, "memory": memory}
-        if recipe.pretrained:
-            del found["baseline"]
+        stages["prune"] = self._timed(gated, steps)
         path = {
             key: [limit + (1 - limit) * recipe.schedule.path(k * gated.steps / 10, gated.steps)
                   for k in range(11)]
             for key, limit in limits.items() if key != "lam"
         }  # fmt: skip
-        return {"stages": found, "path": path, "channels": pruner.graph.units}
+        return {"stages": stages, "path": path, "channels": pruner.graph.units}
+
+    def _timed(self, trainer: Trainer, steps: int) -> dict[str, Any]:
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self.batches.shuffle()
+        trainer.advance(_WARM)
+        start = time.perf_counter()
+        trainer.advance(steps)  # waits for the device to read the loss
+        taken = (time.perf_counter() - start) / steps
+        memory = torch.cuda.max_memory_allocated(self.device) if on_gpu else None
+        return {"seconds_a_step": taken, "steps": trainer.steps, "memory": memory}
 
     def train(self, stage: str, trainer: Trainer) -> None:
         """To the end, from the last checkpoint of this stage, if there is one.
