@@ -246,7 +246,7 @@ def how(runs: list[Stored]) -> list[str]:
         versions = ", ".join(f"{name} {v}" for name, v in kind[0].card["versions"].items())
         hours = sum(run.seconds() for run in kind) / 3600
         lines += ["", f"- {len(kind)} on {kind[0].card['machine']} ({versions}): {hours:.1f} hours "
-                  "of training."]  # fmt: skip
+                  "of training, added up: several ran at once."]  # fmt: skip
     lines += ["", "Numbers of our runs that differ from the paper's recipe (in brackets: the "
               "paper's; learning rate and batch, of which it does not speak, are the usual "
               "ones):", ""]  # fmt: skip
@@ -291,9 +291,9 @@ def page(runs: list[Stored]) -> str:
         "original.",
         "## Other methods",
         f"{NAMES[COMPARED.network]} at {COMPARED.macs} % of its MACs: the same baseline, data, "
-        "seeds, epochs, learning rates and distillation; one run after the other by "
-        "`polarprune train --method` ([methods.py](../src/polarprune/experiments/methods.py) says "
-        "what each does). A method beats ours where its mean over the same seeds is higher.",
+        "seeds, epochs, learning rates and distillation, by `polarprune train --method` "
+        "([methods.py](../src/polarprune/experiments/methods.py) says what each does; magnitude "
+        "and random add nothing to the training, so they cut the same network). A method beats ours where its mean over the same seeds is higher.",
         "\n".join(controls(runs)),
         "## Figures",
         "From `results/` and [paper.json](../benchmarks/paper.json), by `make figures`. Ablations "
