@@ -293,7 +293,8 @@ def page(runs: list[Stored]) -> str:
         f"{NAMES[COMPARED.network]} at {COMPARED.macs} % of its MACs: the same baseline, data, "
         "seeds, epochs, learning rates and distillation, by `polarprune train --method` "
         "([methods.py](../src/polarprune/experiments/methods.py) says what each does; magnitude "
-        "and random add nothing to the training, so they cut the same network). A method beats ours where its mean over the same seeds is higher.",
+        "and random add nothing to the training, so they cut the same network). A method beats "
+        "ours where its mean over the same seeds is higher.",
         "\n".join(controls(runs)),
         "## Figures",
         "From `results/` and [paper.json](../benchmarks/paper.json), by `make figures`. Ablations "
