@@ -241,7 +241,7 @@ def table(rows: dict[str, Any]) -> list[str]:
 
 def shortened(reasons: dict[str, str]) -> str:
     """Distinct reasons without their places; coverage.json has them whole, group by group."""
-    short = {reason.split(" in ")[0].replace("|", "/") for reason in reasons.values()}
+    short = {reason.split(" in ")[0].rstrip(",").replace("|", "/") for reason in reasons.values()}
     return "; ".join(sorted(text if len(text) <= 80 else text[:79] + "…" for text in short))
 
 

@@ -269,6 +269,18 @@ def test_landing_ends_on_multiples(graph: Any, multiple: int) -> None:
         assert bool((n >= budget.minimum).all())
 
 
+def test_nothing_that_landing_closes_could_have_stayed() -> None:
+    """The block that ends the excess may save so much that others need not have closed."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(),
+                          nn.Linear(64, 10))  # fmt: skip
+    budget = Budget(pp.trace(model, torch.randn(2, 64)), {"params": 0.3}, 16)
+    for seed in range(10):
+        alpha = torch.rand(128, generator=torch.Generator().manual_seed(seed)).double() + 0.1
+        alpha[(torch.arange(128) % 64) >= 32] = 0  # half of each
+        n = budget.widths(budget.land(alpha))
+        assert sorted(n.tolist()) == [16, 32]
+
+
 def test_the_first_blocks_that_close_are_the_cheapest_in_alpha_for_what_they_save(
     graph: Any,
 ) -> None:

@@ -366,3 +366,167 @@ def test_what_takes_too_long_is_not_done_again(monkeypatch: pytest.MonkeyPatch) 
     pruner, _, sizes = whole_run("auto")
     assert changes == 1 and len(sizes) == 2
     pruner.export()
+
+
+class Beside(nn.Module):
+    """A layer that reads channels that may go, and the input, which stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.out = nn.Linear(5, 8), nn.Linear(13, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.two(torch.cat([x, self.one(x).relu()], -1)).relu())
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.out = nn.Linear(5, 16), nn.Linear(16, 2)
+        self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.out(x + self.attention(x, x, x, need_weights=False)[0])
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "group"), [(Beside, (3, 5), "one"), (Heads, (2, 6, 5), "attention")]
+)
+def test_a_weight_may_lose_its_last_gate(
+    family: type[nn.Module], shape: tuple[int, ...], group: str
+) -> None:
+    torch.manual_seed(0)
+    model, x = family().double(), torch.randn(shape).double()
+    pruner = pp.Pruner(model, x, lam=1.0, steps=2)
+    pruner.param_groups(lr=0.0)
+    with torch.no_grad():
+        pruner.gates[group].alpha.zero_()
+        pruner._stepper.put(pruner._flat())
+    pruner.step()
+    before = copy.deepcopy(model)
+    pruner.compact()
+    assert difference(before, model, (x,), training=False) <= 1e-12
+    pruner.step()
+    assert difference(model, pruner.export(), (x,), training=False) <= 1e-12
+
+
+def small_net() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(),
+                          nn.Linear(16, 3))  # fmt: skip
+    return model, torch.randn(8, 6)
+
+
+def learn(model: nn.Module, optimizers: list[torch.optim.Optimizer], x: Tensor, steps: int) -> None:
+    for _ in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        (model(x) - x[:, :3]).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def test_the_state_of_every_optimizer_is_cut() -> None:
+    model, x = small_net()
+    pruner = pp.Pruner(model, x, macs=0.4, steps=60, compact="auto")
+    weights, gates = pruner.param_groups(lr=0.05)
+    one, two = torch.optim.SGD([weights], momentum=0.9), torch.optim.Adam([gates])
+    with pytest.raises(pp.PruneError, match=r"is in none of the optimizers.*attach\(optimizer, "):
+        pruner.attach(two)
+    pruner.attach(two, one)
+    learn(model, [one, two], x, 60)
+    assert pruner.compactions and pruner.cost()["macs"] <= 0.4 * pruner.report().before["macs"]
+    for optimizer in (one, two):
+        for parameter, state in optimizer.state.items():
+            assert all(v.shape in (parameter.shape, ()) for v in state.values())
+    pruner.export()
+
+
+def test_an_optimizer_that_is_not_known_is_asked_for() -> None:
+    model, x = small_net()
+    pruner = pp.Pruner(model, x, macs=0.4, steps=60)
+    weights, gates = pruner.param_groups(lr=0.05)
+    one, two = torch.optim.SGD([weights], momentum=0.9), torch.optim.Adam([gates])
+    pruner.attach(two)
+    learn(model, [one, two], x, 40)
+    shapes = [p.shape for p in model.parameters()]
+    with pytest.raises(pp.PruneError, match=r"compact\(optimizer=\[...\]\)"):
+        pruner.compact()
+    assert [p.shape for p in model.parameters()] == shapes
+    pruner.compact(optimizer=one)
+    assert [p.shape for p in model.parameters()] != shapes
+    learn(model, [one, two], x, 20)
+    pruner.export()
+
+
+def test_a_training_does_not_end_because_nothing_can_be_cut() -> None:
+    model, x = small_net()
+    pruner = pp.Pruner(model, x, macs=0.4, steps=60, compact="auto")
+    optimizer = torch.optim.Adafactor(pruner.param_groups(lr=0.05, weight_decay=0.0))
+    pruner.attach(optimizer)
+    with pytest.warns(UserWarning, match="given up.*cannot be cut"):
+        learn(model, [optimizer], x, 60)
+    assert not pruner.compactions
+    pruner.export()
+
+
+def test_compact_inside_autocast_is_proved_without_it() -> None:
+    model, x = small_net()
+    pruner = pp.Pruner(model, x, macs=0.4, steps=60, compact="auto")
+    optimizer = torch.optim.SGD(pruner.param_groups(lr=0.05))
+    pruner.attach(optimizer)
+    with torch.autocast("cpu", dtype=torch.float16):
+        learn(model, [optimizer], x, 60)
+    assert pruner.compactions
+
+
+def test_what_is_no_copy_is_refused_before_anything_is_cut() -> None:
+    model, x = small_net()
+    pruner = pp.Pruner(model, x, macs=0.4, steps=60)
+    optimizer = torch.optim.SGD(pruner.param_groups(lr=0.05))
+    pruner.attach(optimizer)
+    learn(model, [optimizer], x, 40)
+    good, bad = copy.deepcopy(model), small_net()[0]
+    shapes = [p.shape for p in good.parameters()]
+    with pytest.raises(pp.PruneError, match=r"not a copy of the gated model.*Nothing was changed"):
+        pruner.compact(copies=[good, bad])
+    assert [p.shape for p in good.parameters()] == [p.shape for p in model.parameters()] == shapes
+    pruner.compact(copies=[good])
+    assert [p.shape for p in good.parameters()] == [p.shape for p in model.parameters()] != shapes
+
+
+def test_averages_are_brought_to_the_widths_of_a_state() -> None:
+    model, x = small_net()
+    pruner = pp.Pruner(model, x, macs=0.4, steps=60, compact="auto")
+    optimizer = torch.optim.SGD(pruner.param_groups(lr=0.05))
+    pruner.attach(optimizer)
+    average = AveragedModel(model)
+    pruner.copies = [average]
+    learn(model, [optimizer], x, 50)
+    assert pruner.compactions
+    states = [m.state_dict() for m in (pruner, model, average)]
+    model, x = small_net()
+    again = pp.Pruner(model, x, macs=0.4, steps=60, compact="auto")
+    average = AveragedModel(model)
+    again.copies = [average]
+    for part, state in zip((again, model, average), states, strict=True):
+        part.load_state_dict(state)
+
+
+@pytest.mark.parametrize("missing", ["present", "stepper", "speed", "controller"])
+def test_a_state_that_is_not_whole_changes_nothing(missing: str) -> None:
+    model, x = small_net()
+    pruner = pp.Pruner(model, x, macs=0.4, steps=60)
+    optimizer = torch.optim.SGD(pruner.param_groups(lr=0.05))
+    pruner.attach(optimizer)
+    learn(model, [optimizer], x, 40)
+    pruner.compact()
+    state = pruner.state_dict()
+    del state[missing]
+    model, x = small_net()
+    again = pp.Pruner(model, x, macs=0.4, steps=60)
+    shapes = [p.shape for p in model.parameters()]
+    with pytest.raises(pp.PruneError, match=f"has no '{missing}'.*Nothing was changed"):
+        again.load_state_dict(state)
+    assert again.step_count == 0 and [p.shape for p in model.parameters()] == shapes

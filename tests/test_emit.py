@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 import polarprune as pp
 from nets import cbr, head, randomise
-from polarprune import capture, emit
+from polarprune import blocks, capture, emit
 from polarprune.proof import difference, prove_equal
 from test_awkward import Cut, cut_at_random, images, trains
 from test_exact import VARIANTS, pruner_of, set_gates
@@ -535,7 +535,25 @@ HARD: Looks = {
     "tensor of the width": lambda self, x: x * torch.tensor(x.shape[1]).to(x),
     "new tensor of the width": lambda self, x: x * x.new_tensor(x.shape[1]),
 }  # fmt: skip
-LOOKS = {**RIGHT, **HARD}
+
+
+def rows(x: Tensor, count: int) -> Tensor:
+    """Statistics of so many rows of the batch."""
+    y = x.reshape(count, -1)
+    return ((y - y.mean(1, keepdim=True)) / (y.std(1, keepdim=True) + 1e-5)).view(x.shape)
+
+
+MIXED: Looks = {  # numbers made of a width and of something that the next input may change
+    "batch and width": lambda self, x: rows(swap(x), x.shape[0] * x.shape[1]),
+    "batch and a number": lambda self, x: rows(x, x.shape[0] * 8),
+    "a number and batch": lambda self, x: rows(x, 8 * x.shape[0]),
+    "batch and groups": lambda self, x: rows(x, x.shape[0] * 4),
+    "width, height and width": lambda self, x: x / (x.shape[1] * x.shape[2] * x.shape[3]),
+    "a part of the shape": lambda self, x: swap(x) / math.prod(x.shape[1:]),
+    "the last of a part": lambda self, x: swap(x) / (x.shape[:2][-1] * x.shape[2:][0]),
+    "width and height in a root": lambda self, x: swap(x) * (x.shape[1] * x.shape[2]) ** -0.5,
+}
+LOOKS = {**RIGHT, **HARD, **MIXED}
 
 
 @pytest.mark.parametrize("look", [*LOOKS.values()], ids=[*LOOKS])
@@ -557,6 +575,27 @@ def test_code_that_looks_is_right_for_other_inputs_or_refuses_them(
             for training in (False, True):
                 with suppress(pp.PruneError):
                     assert difference(this.masked, this.small, (other,), training=training) <= 1e-10
+
+
+@pytest.mark.parametrize("look", [*MIXED.values()], ids=[*MIXED])
+def test_sizes_that_mix_with_widths_are_read_anew(look: Callable[[Look, Tensor], Tensor]) -> None:
+    net = nn.Sequential(cbr(3, 8), Look(look), nn.Conv2d(8, 6, 1), nn.ReLU(), head(6))
+    model, example = randomise(net).double(), images(2, 3, 6, 6)
+    graph = pp.trace(model, example)
+    assert not graph.groups["0.0"].frozen
+    this = cut_at_random(model, graph, (example,))
+    for other in (images(1, 3, 6, 6), images(5, 3, 6, 6), images(2, 3, 9, 8)):
+        assert difference(this.masked, this.small, (other,), training=False) <= 1e-10
+
+
+def test_a_number_without_a_formula_is_refused_for_other_sizes() -> None:
+    net = nn.Sequential(cbr(3, 8), Look(lambda self, x: rows(x, 4 * (x.shape[0] + 2) - 8)), head(8))
+    model, example = randomise(net).double(), images(2, 3, 6, 6)
+    graph = pp.trace(model, example)
+    this = cut_at_random(model, graph, (example,))
+    if not graph.groups["0.0"].frozen:
+        with pytest.raises(pp.PruneError, match="sizes of the example"):
+            this.small(images(4, 3, 6, 6))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -619,7 +658,7 @@ def test_capture_leaves_the_module_as_it_was() -> None:
             return x[:, :2]
 
     module = Counts().eval()
-    assert capture.capture(module, (torch.randn(3, 4),), {}) is not None
+    assert capture.capture(module, (torch.randn(3, 4),), {}) is None
     assert type(module) is Counts and not module.training
     assert module.calls == 0 and vars(module).keys() == vars(Counts()).keys()
 
@@ -696,6 +735,108 @@ class Own(nn.Module):
 @dataclass
 class Result:
     x: Tensor
+
+
+class Leaves(nn.Module):
+    penalty: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.penalty = x.square().mean()
+        return x[:, :2]
+
+
+class Appends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x)
+        return x[:, :2]
+
+
+class Averages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + x.mean(0)
+        return x[:, :2]
+
+
+class NoGrad(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            share = x.mean(1, keepdim=True)
+        return x[:, :2] * share
+
+
+class Decorated(nn.Module):
+    @torch.no_grad()
+    def share(self, x: Tensor) -> Tensor:
+        return x.mean(1, keepdim=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :2] * self.share(x)
+
+
+class Precise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return x[:, :2] * x.mean(1, keepdim=True)
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * grad
+
+
+class OwnGradient(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        doubled: Tensor = Twice.apply(x)
+        return doubled[:, :2]
+
+
+LOST = [Leaves, Appends, Averages, NoGrad, Decorated, Precise, OwnGradient]
+
+
+@pytest.mark.parametrize("family", LOST, ids=lambda family: family.__name__)
+def test_nothing_is_lost_when_code_is_written_down(family: type[nn.Module]) -> None:
+    """Gradients, precision and what is left on self are no part of a graph."""
+    module = family()
+    before = dict(vars(module)), dict(module._buffers)
+    assert capture.capture(module, (torch.randn(3, 4),), {}) is None
+    assert blocks.write_down(module) is None
+    assert (dict(vars(module)), dict(module._buffers)) == before
+    assert family is not OwnGradient or module(torch.ones(1, 4)).tolist() == [[2.0, 2.0]]
+
+
+def test_a_block_that_is_cut_keeps_what_learns_nothing_so() -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fixed, self.one, self.two = (nn.Conv2d(8, 8, 1) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                x = self.fixed(x)
+            return x + self.two(self.one(x).relu())
+
+    model, x = nn.Sequential(cbr(3, 8), Fixed(), head(8)).double(), images()
+    pruner = pp.Pruner(model, x, lam=1.0, steps=1)
+    pruner.param_groups(lr=0.0)
+    set_gates(pruner, lambda group: group.size if group.minimum else 0, "closed")
+    small = pruner.export()
+    small(x).square().sum().backward()
+    assert small[1].fixed.weight.grad is None and small[0][0].weight.grad is None
+    assert small[2][-1].weight.grad is not None
 
 
 @pytest.mark.parametrize("family", [Numpy, Constant, Raises, Own], ids=lambda f: f.__name__)

@@ -438,6 +438,65 @@ def test_with_the_papers_lambda_the_ratio_falls_where_it_falls(data: Data, tmp_p
 # --- the command line -----------------------------------------------------------------------------
 
 
+MISTAKES = {
+    "--macs 1.5": "macs=1.5",
+    "--macs 0.5 --method foo": "no method 'foo'",
+    "--macs 0.5 --lam 3": "conflicting settings",
+    "--macs 0.5 --method lasso --params 2": "params=2",
+    "--set epochs": "name=value",
+    "--set epochs=abc": "epochs='abc', which should be a int",
+    "--set rates=foo": "there are cosine, steps, poly",
+    "--set optimizer=Adam": "there are sgd, adam",
+    "--set batch=0": "at least 1",
+    "--set schedule=3": "schedule=3",
+    "--set epochs.x=3": "a plain value",
+    "--set network=foo": "no network 'foo'",
+    "--start nowhere.safetensors": "no such file",
+}
+
+
+@pytest.mark.parametrize("given", MISTAKES)
+def test_a_mistake_is_told_before_anything_is_trained(given: str, tmp_path: Path) -> None:
+    written(tmp_path, "bin")
+    out = tmp_path / "out"
+    start = ["train", "tiny", "--data", f"cifar10:{tmp_path}", "--device", "cpu", "--out", str(out)]
+    done = runner.invoke(app, [*start, *given.split()])
+    assert done.exit_code == 1 and "Traceback" not in done.output
+    assert MISTAKES[given] in done.output and "PruneError: " in done.output
+    assert not (out / "log.jsonl").exists()
+
+
+def test_a_folder_with_another_run_is_refused(tmp_path: Path) -> None:
+    written(tmp_path, "bin")
+    out = tmp_path / "out"
+    start = ["train", "tiny", "--data", f"cifar10:{tmp_path}", "--device", "cpu", "--out", str(out)]
+    start += ["--set", "epochs=1", "--set", "baseline_epochs=1", "--macs", "0.5"]
+    assert runner.invoke(app, start).exit_code == 0
+    assert runner.invoke(app, [*start, "--set", "scored=1"]).exit_code == 0  # goes on
+    kept = (out / "card.json").read_bytes()
+    for more, what in ((["--seed", "5"], "seed is 0 there, 5 here"), (["--macs", "0.4"], "budget")):
+        done = runner.invoke(app, [*start, *more])
+        assert done.exit_code == 1 and what in " ".join(done.output.split())
+    assert (out / "card.json").read_bytes() == kept
+    done = runner.invoke(app, [*start[:-2], "--out", str(out / "card.json")])
+    assert done.exit_code == 1 and "that is a file" in done.output
+
+
+def test_eval_wants_the_data_of_the_network(tmp_path: Path) -> None:
+    written(tmp_path, "bin")
+    start = ["train", "tiny", "--data", f"cifar10:{tmp_path}", "--device", "cpu"]
+    start += ["--out", str(tmp_path / "out"), "--set", "epochs=1", "--set", "baseline_epochs=1"]
+    assert runner.invoke(app, [*start, "--macs", "0.5"]).exit_code == 0
+    file = str(tmp_path / "out" / "small.safetensors")
+    done = runner.invoke(app, ["eval", file, "--data", f"voc:{tmp_path}"])
+    assert done.exit_code == 1 and "give cifar10:DIR" in done.output
+    if not torch.cuda.is_available():
+        done = runner.invoke(
+            app, ["eval", file, "--data", f"cifar10:{tmp_path}", "--device", "cuda"]
+        )
+        assert done.exit_code == 1 and "no GPU" in done.output
+
+
 def test_train_and_eval_on_the_command_line(tmp_path: Path) -> None:
     written(tmp_path, "bin")
     data, out = f"cifar10:{tmp_path}", tmp_path / "out"

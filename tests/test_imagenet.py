@@ -201,8 +201,8 @@ def test_weights_to_begin_with(tmp_path: Path) -> None:
     assert torch.equal(model.one.weight, other.one.weight)
     assert not torch.equal(model.two.weight, other.two.weight)
     save_file({"else": torch.ones(1)}, str(tmp_path / "none.safetensors"))
-    for name in ("none", "missing"):
-        with pytest.raises(pp.PruneError, match="no weights that fit"):
+    for name, why in (("none", "no weights that fit"), ("missing", "no such file")):
+        with pytest.raises(pp.PruneError, match=why):
             Run(run.recipe, run.data, tmp_path / name).baseline(
                 start=tmp_path / f"{name}.safetensors"
             )

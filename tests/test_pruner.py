@@ -9,10 +9,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
@@ -459,3 +460,117 @@ def test_a_wrong_cut_is_refused_in_float64_too(monkeypatch) -> None:
     monkeypatch.setattr(polarprune.pruner, "shrink", wrong)
     with pytest.raises(pp.PruneError, match="Nothing was exported"):
         pruner.export()
+
+
+class Keeps(nn.Module):
+    """Holds on to an activation, as for a penalty or a plot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.out = nn.Conv1d(4, 8, 3), nn.Conv1d(8, 6, 3), nn.Conv1d(6, 2, 1)
+        self.kept: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = [self.one(x).relu()]
+        return self.out(self.two(self.kept[0]).relu())
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.gru = nn.Conv1d(4, 12, 3, padding=1), nn.GRU(12, 8, batch_first=True)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.gru(self.conv(x).relu().transpose(1, 2))[0])
+
+
+def normed() -> nn.Module:
+    layer: nn.Module = torch.nn.utils.weight_norm(nn.Conv1d(4, 8, 3))
+    return nn.Sequential(layer, nn.ReLU(), nn.Conv1d(8, 6, 1), nn.ReLU(), nn.Conv1d(6, 2, 1))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("compact", [None, "auto"])
+@pytest.mark.parametrize("make", [Keeps, Recurrent, normed], ids=lambda make: make.__name__)
+def test_activations_that_are_kept_do_not_matter(make: Any, compact: str | None) -> None:
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(2, 4, 10)
+    model(x)  # it has run before, with gradients
+    pruner = pp.Pruner(model, x, macs=0.7, steps=40, compact=compact)
+    optimizer = torch.optim.SGD(pruner.param_groups(lr=0.01))
+    pruner.attach(optimizer)
+    for _ in range(40):
+        optimizer.zero_grad()
+        model(torch.randn(2, 4, 10)).square().mean().backward()
+        optimizer.step()
+    small = pruner.export()
+    assert pruner.cost()["macs"] <= 0.7 * pruner.report().before["macs"]
+    assert torch.allclose(small.eval()(x), model.eval()(x), atol=1e-5)
+
+
+def test_complex_outputs_are_compared_as_numbers() -> None:
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 8), nn.Linear(8, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.two(self.one(x).relu())
+            return torch.complex(y[:, :3], y[:, 3:])
+
+    torch.manual_seed(0)
+    pruner = pp.Pruner(Complex(), torch.randn(3, 4), lam=1.0, steps=1)
+    pruner.param_groups(lr=0.0)
+    for k in range(6):
+        with torch.no_grad():
+            pruner.gates["one"].alpha.copy_(torch.rand(8) + 0.3)
+            pruner.gates["one"].alpha[k] = 0
+            pruner._stepper.put(pruner._flat())
+        pruner.step_count = 0
+        pruner.step()
+        pruner.export()
+        assert max(pruner.proof.values()) < 1e-5
+
+
+def test_weight_decay_is_that_of_the_optimizer_unless_it_is_given() -> None:
+    pruner = pp.Pruner(*small(), macs=0.5, steps=10)
+    made = [
+        torch.optim.SGD(pruner.param_groups(lr=0.1), weight_decay=5e-4),
+        torch.optim.AdamW(pruner.param_groups(lr=0.1)),
+        torch.optim.AdamW(pruner.param_groups(lr=0.1, weight_decay=0.3), weight_decay=0.2),
+    ]
+    decays = [[group["weight_decay"] for group in one.param_groups] for one in made]
+    assert decays == [[5e-4, 0], [0.01, 0], [0.3, 0]]
+
+
+def small() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    return model, torch.randn(4, 6)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"schedule": None}, {"schedule": {"done": 0.3}}, {"keep": None}, {"keep": [3]}],
+    ids=str,
+)
+def test_settings_of_the_wrong_kind_change_nothing(given: dict[str, Any]) -> None:
+    model, x = small()
+    with pytest.raises(pp.PruneError, match=f"^{next(iter(given))}=.*give"):
+        pp.Pruner(model, x, macs=0.5, steps=10, **given)
+    pp.Pruner(model, x, macs=0.5, steps=10)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    pruner = pp.Pruner(*small(), macs=np.float32(0.5), steps=np.int64(10), multiple_of=np.int32(2))
+    assert pruner.report().settings == {"macs": 0.5, "steps": 10, "multiple_of": 2}
+    assert type(pruner.steps) is int
+
+
+def test_gates_that_were_replaced_are_not_steered() -> None:
+    model, x = small()
+    pruner = pp.Pruner(model, x, macs=0.5, steps=10)
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    with pytest.raises(pp.PruneError, match="without assign=True"):
+        pruner.attach(torch.optim.SGD(model.parameters(), lr=0.1))

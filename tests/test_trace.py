@@ -153,7 +153,7 @@ def test_what_forward_remembers_is_never_symbolic() -> None:
 
     model = around(Remembers())
     graph = pp.trace(model, images(2, 3, 8, 8))
-    assert list(graph.rewired) == ["1"]
+    assert not graph.rewired and graph.groups["0.0"].frozen  # somebody may look at it
     assert model[1].last is None or isinstance(model[1].last, Tensor)
 
 

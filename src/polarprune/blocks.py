@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules import batchnorm
 
+from .emit import nothing_lost
 from .groups import Graph, module_of
 from .tape import named_tensors
 
@@ -90,7 +91,8 @@ def write_down(module: nn.Module) -> fx.Graph | None:
         try:
             graphs = []
             for vars(double)["training"] in (True, False):
-                graphs.append(_Shallow(wrapped).trace(double))
+                with nothing_lost(double):
+                    graphs.append(_Shallow(wrapped).trace(double))
                 if not asked:
                     return graphs[0]
         except Exception:  # whatever the user's code does with a proxy

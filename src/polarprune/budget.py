@@ -174,14 +174,20 @@ class Budget:
 
     def land(self, alpha: Tensor, effort: Tensor | None = None) -> Tensor:
         """Close what is still needed, in order, as close to the budget as channels allow."""
-        alpha = alpha.clone()
+        before, alpha = alpha, alpha.clone()
         self.even_out(alpha, effort)
+        closed: list[Tensor] = []
         while float(self.excess(self.widths(alpha))) > 0:
             blocks = self.blocks(alpha, effort)
             if not len(blocks.group):
                 raise PruneError("the budget cannot be met with the gates that are left")
             for block in self._affordable(self.widths(alpha), blocks):
-                alpha[blocks.member == block] = 0
+                closed.append(blocks.member == block)
+                alpha[closed[-1]] = 0
+        for mine in reversed(closed):  # the last one may have saved more than was needed
+            wider = torch.where(mine, before, alpha)
+            if float(self.excess(self.widths(wider))) <= 0:
+                alpha = wider
         return alpha
 
     def even_out(self, alpha: Tensor, effort: Tensor | None = None) -> None:

@@ -22,7 +22,16 @@ from torch.fx import _symbolic_trace
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from .emit import FACTORIES, PLAIN, Emission, encode_graph, expect, expect_pieces, form_of
+from .emit import (
+    FACTORIES,
+    PLAIN,
+    Emission,
+    encode_graph,
+    expect,
+    expect_pieces,
+    form_of,
+    nothing_lost,
+)
 from .errors import PruneError
 from .tape import Example, as_call, open_attention, untouched
 
@@ -133,7 +142,8 @@ class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
     def __init__(self, inputs: dict[str, Any]) -> None:
-        super().__init__()
+        none: Any = ()  # math.sqrt(width) is a number like any other
+        super().__init__(autowrap_modules=none)
         self.inputs = inputs
         self.values: dict[fx.Node, Any] = {}
         self.from_data: set[fx.Node] = set()  # numbers that were read out of a tensor
@@ -296,7 +306,7 @@ def _trace(module: nn.Module, leaves: list[Any], form: pytree.TreeSpec) -> fx.Gr
     inputs = {f"x{i}": leaf.clone() if isinstance(leaf, Tensor) else leaf
               for i, leaf in enumerate(leaves)}  # fmt: skip
     tracer = _Tracer(inputs)
-    with torch.no_grad(), _nothing_wrapped():
+    with torch.no_grad(), _nothing_wrapped(), nothing_lost(module, lambda: tracer.running):
         graph = tracer.trace(module)
     for node in reversed(list(graph.nodes)):
         if not node.users and node.target in _READINGS:

@@ -6,7 +6,6 @@ fresh instance of the original class: no tracing, no example, no pickle.
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from .errors import PruneError
 from .surgery import OTHER_MODEL, RECIPE, Recipe, apply, check_shapes
-from .tape import named_tensors
+from .tape import copied, named_tensors
 
 _KEY = "polarprune"
 _VERSION = 1
@@ -52,7 +51,7 @@ def load(path: str | Path, *, model: nn.Module) -> nn.Module:
     """The saved small model, built on `model`: a fresh instance of the original class."""
     recipe, aliases = _read(_content(path), path)
     check_shapes(model, recipe.shapes, OTHER_MODEL)
-    small = apply(copy.deepcopy(model), recipe)
+    small = apply(copied(model), recipe)
     tensors = load_file(str(path))
     tensors.update({name: tensors[same] for name, same in aliases.items()})
     wanted = small.state_dict()

@@ -23,10 +23,12 @@ from .errors import PruneError
 from .experiments import methods
 from .experiments.kinds import KINDS, open_data
 from .experiments.processes import joined, place
-from .experiments.recipes import recipe
+from .experiments.recipes import RECIPES, Recipe, recipe
 from .experiments.run import Run, rebuilt
 from .pictures import save_gate_histogram
 from .report import Report
+from .schedule import Schedule
+from .settings import check_settings
 from .trace import trace
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -45,20 +47,24 @@ def demo(
     ),
     macs: Annotated[float, typer.Option(help="budget, as a fraction of the MACs")] = 0.5,
     epochs: Annotated[int, typer.Option(help="of training while pruning")] = Settings.epochs,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(help="of all random numbers")] = 0,
 ) -> None:
     """Prune a small residual network on handwritten digits while it trains."""
     start = time.perf_counter()
-    settings = Settings(budget=macs, epochs=epochs, seed=seed)
-    with _bar() as bar:
-        task = bar.add_task("starting", total=None, info="")
+    try:
+        check_settings({"macs": macs}, None, epochs, 1, None, Schedule(), ())
+        settings = Settings(budget=macs, epochs=epochs, seed=seed)
+        with _bar() as bar:
+            task = bar.add_task("starting", total=None, info="")
 
-        def show(row: dict[str, Any]) -> None:
-            bar.update(task, advance=1, description=row["stage"], info=_line(row))
+            def show(row: dict[str, Any]) -> None:
+                bar.update(task, advance=1, description=row["stage"], info=_line(row))
 
-        demonstration = Demo(settings, show)
-        bar.update(task, total=demonstration.total_epochs)
-        report, small = demonstration.run()
+            demonstration = Demo(settings, show)
+            bar.update(task, total=demonstration.total_epochs)
+            report, small = demonstration.run()
+    except PruneError as error:
+        _fail(error)
     _write(out, report, small)
     _show(report, macs)
     console.print(f"\n{time.perf_counter() - start:.0f} s. Written to {out}/: small.safetensors, "
@@ -98,7 +104,7 @@ def _write(out: Path, report: Report, small: nn.Module) -> None:
 
 def _show(report: Report, budget: float) -> None:
     results = report.results
-    table = Table(title=f"The paper's Table 1 for this run (budget: {budget:.0%} of the MACs)")
+    table = Table(title=f"Before and after removal (budget: {budget:.0%} of the MACs)")
     for column in ("", "accuracy", "MACs", "params"):
         table.add_column(column, justify="left" if not column else "right")
     whole = report.before
@@ -123,7 +129,7 @@ def _show(report: Report, budget: float) -> None:
 
 @app.command()
 def train(
-    network: Annotated[str, typer.Argument(help="a network or recipe: resnet56, vgg16-paper, ...")],
+    network: Annotated[str, typer.Argument(help="a recipe: " + ", ".join(RECIPES))],
     data: Annotated[str, typer.Option(help=", ".join(f"{kind}:DIR" for kind in KINDS))],
     macs: Annotated[float | None, typer.Option(help="budget, as a fraction of the MACs")] = None,
     params: Annotated[float | None, typer.Option(help="the same for parameters")] = None,
@@ -159,11 +165,13 @@ def train(
     limits = {"macs": macs, "params": params, "lam": lam}
     given = {key: limit for key, limit in limits.items() if limit is not None}
     try:
+        if given:
+            methods.check(method, given)
         own = {} if seed is None else {"seed": seed}
         wanted = recipe(network, **_changes(change or []), **own)
         found = open_data(data, wanted)
         found = found.held_out(hold_out) if hold_out else found
-        here = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        here = _device(device)
         with joined(here) as here, _bar() as bar:
             console.quiet = place()[0] > 0
             task = bar.add_task("starting", total=None, info="")
@@ -171,12 +179,16 @@ def train(
             def show(row: dict[str, Any]) -> None:
                 bar.update(task, completed=row["epoch"], total=row["epochs"],
                            description=row["stage"], info=_line(row))  # fmt: skip
+                if not console.is_terminal:  # a log: there is no bar to be seen
+                    console.print(f"{row['stage']} {row['epoch']}/{row['epochs']}  {_line(row)}",
+                                  soft_wrap=True, highlight=False)  # fmt: skip
 
             run = Run(wanted, found, out, device=here, progress=show)
             if dry_run:
                 bar.update(task, visible=False)
                 _rehearsed(run.rehearse(dry_run, **(given or {"macs": 0.5})))
                 return
+            run.claim({"method": method, "budget": given})
             model = run.baseline(baseline, start)
             if not given:
                 console.print(f"baseline: {found.shown(run.score(model))}", markup=False)
@@ -209,7 +221,9 @@ def _changes(given: list[str]) -> dict[str, Any]:
     """key=value, as the recipe has them; `schedule.done=0.4` reaches into its schedule."""
     found: dict[str, Any] = {}
     for text in given:
-        key, _, value = text.partition("=")
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise PruneError(f"--set {text}: give name=value, as --set epochs=100.")
         try:
             found[key] = json.loads(value)
         except json.JSONDecodeError:
@@ -226,7 +240,9 @@ def evaluate(
     """Rebuild a pruned network from its file and score it."""
     try:
         model, card = rebuilt(file)
-        task = open_data(data).to(device)
+        device = _device(device)
+        kind = card.get("recipe", {}).get("data", "cifar10")
+        task = open_data(data, Recipe(card["network"], kind)).to(device)
         start = time.perf_counter()
         found = task.score(task.answers(model.to(device)))
     except PruneError as error:
@@ -258,12 +274,27 @@ def inspect(
 def _made(model: str) -> nn.Module:
     sys.path.insert(0, "")
     path, _, name = model.partition(":")
-    made: nn.Module = getattr(importlib.import_module(path), name)()
+    if not path or not name:
+        raise PruneError(f"{model}: give package.module:callable, as torchvision.models:resnet18.")
+    try:
+        made: nn.Module = getattr(importlib.import_module(path), name)()
+    except Exception as error:  # whatever the user's code does
+        raise PruneError(f"{model}: it could not be made: {error!r}.") from error
     return made
 
 
 def _inputs(shapes: list[str]) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.randn([int(n) for n in text.split(",")]) for text in shapes)
+    try:
+        return tuple(torch.randn([int(n) for n in text.split(",")]) for text in shapes)
+    except (ValueError, RuntimeError) as error:
+        raise PruneError(f"--shape {' '.join(shapes)}: give sizes, as 1,3,224,224.") from error
+
+
+def _device(name: str) -> str:
+    gpu = torch.cuda.is_available()
+    if name.startswith("cuda") and not gpu:
+        raise PruneError(f"--device {name}: there is no GPU that torch can use here.")
+    return name or ("cuda" if gpu else "cpu")
 
 
 @app.command()
@@ -279,6 +310,9 @@ def bench(
     if threads:
         torch.set_num_threads(threads)
     try:
+        device = _device(device)
+        if runs < 1:
+            raise PruneError(f"--runs {runs}: at least one.")
         models = {model.rpartition(":")[2]: _made(model).to(device)}
         for file in small or []:
             models[file.name] = load(file, model=_made(model)).to(device)
@@ -316,11 +350,11 @@ def report(
     """Print the report of a run, or write it as a page."""
     try:
         found = Report.from_json(file.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError, TypeError) as error:
+        if html:
+            html.write_text(found.to_html(), encoding="utf-8")
+    except (PruneError, OSError, ValueError, TypeError) as error:
         _fail(error)
-    if html:
-        html.write_text(found.to_html(), encoding="utf-8")
-    else:
+    if not html:
         console.print(str(found), soft_wrap=True, markup=False)
 
 

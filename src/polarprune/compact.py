@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import statistics
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from .gates import Gate
 from .groups import Graph, Plan, stays
 from .place import place
 from .surgery import RECIPE, Recipe, cut_copy, is_gated, selected, write_recipe
-from .tape import named_tensors
+from .tape import copied, named_tensors
 
 
 def skeleton(model: nn.Module) -> nn.Module:
@@ -33,7 +33,7 @@ def skeleton(model: nn.Module) -> nn.Module:
         if isinstance(tensor, nn.Parameter):
             bare = nn.Parameter(bare, tensor.requires_grad)
         memo[id(tensor)] = bare
-    return copy.deepcopy(model, memo)
+    return copied(model, memo)
 
 
 def plan_of(graph: Graph, alive: Tensor) -> Plan:
@@ -70,12 +70,12 @@ class Rebuild:
                         f"which cannot be cut. Nothing was changed; train on without compact()."
                     )
 
-    def __call__(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+    def __call__(self, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
         new = cut_copy(self.bare, self.recipe)
         held = dict(_tensors(model))
         for name, axes in self.graph.axes.items():
             if name in held:
-                cut(held[name], self._kept(axes), optimizer)
+                cut(held[name], self._kept(axes), optimizers)
         home = next(tensor.device for tensor in held.values())
         left = set()
         for path, module in new.named_modules(remove_duplicate=False):
@@ -89,20 +89,31 @@ class Rebuild:
                             found = torch.empty_like(tensor, device=home)
                         left.add(id(found))
                         table[key] = found
-        if optimizer is not None:
+        for optimizer in optimizers:
             _forget(optimizer, {id(tensor) for tensor in held.values()} - left)
         _Takeover(self.recipe)(model, new)
         setattr(model, RECIPE, self.recipe.to_json())
 
     def gated(
-        self, model: nn.Module, gates: dict[str, Gate], optimizer: Optimizer | None = None
+        self, model: nn.Module, gates: dict[str, Gate], optimizers: Sequence[Optimizer] = ()
     ) -> None:
         """The same for a model with gates, which are cut and put back in."""
         for name, group in self.graph.open.items():
             mine = slice(group.offset, group.offset + group.size)
-            cut(gates[name].alpha, self._kept({0: torch.arange(len(self.after))[mine]}), optimizer)
-        self(model, optimizer)
+            kept = self._kept({0: torch.arange(len(self.after))[mine]})
+            cut(gates[name].alpha, kept, optimizers)
+        self(model, optimizers)
         place(model, self.graph, gates, self.after)
+
+    def check_copy(self, copy: nn.Module, model: nn.Module) -> None:
+        """Refuse what is no copy of the gated model."""
+        shapes = [{k: v.shape for k, v in m.state_dict().items()} for m in (copy, model)]
+        if shapes[0] != shapes[1]:
+            raise PruneError(
+                f"compact: one of the copies ({type(copy).__name__}) is not a copy of the gated "
+                f"model as it is now: copy the model after the Pruner was built, and keep the copy "
+                f"in pruner.copies. Nothing was changed."
+            )
 
     def _kept(self, axes: dict[int, Tensor]) -> dict[int, Tensor]:
         """For every axis the places that stay, counted among those that are still there."""
@@ -112,6 +123,19 @@ class Rebuild:
             if not bool(kept.all()):
                 found[axis] = kept.nonzero().flatten()
         return found
+
+
+def check_held(model: nn.Module, optimizers: Iterable[Optimizer], remedy: str) -> None:
+    """An optimizer that is not known would go on with the state of the old shapes."""
+    held = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+    learned = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    loose = [name for name, parameter in learned if id(parameter) not in held]
+    if loose:
+        raise PruneError(
+            f"compact: {loose[0]} (and {len(loose) - 1} more) is in none of the optimizers. If it "
+            f"is in another one, name that too: {remedy}; if it is not to learn, call "
+            f"requires_grad_(False) on it. Nothing was changed."
+        )
 
 
 def gates_in(model: nn.Module, original: nn.Module, gates: dict[str, Gate]) -> dict[str, Gate]:
@@ -139,12 +163,11 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                     yield name.lstrip("."), tensor
 
 
-def cut(tensor: Tensor, kept: dict[int, Tensor], optimizer: Optimizer | None) -> None:
-    """Cut a tensor in place, with its gradient and with what an optimizer keeps for it."""
+def cut(tensor: Tensor, kept: dict[int, Tensor], optimizers: Sequence[Optimizer]) -> None:
+    """Cut a tensor in place, with its gradient and with what optimizers keep for it."""
     if not kept:
         return
     before = tensor.shape
-    state = optimizer.state.get(tensor, {}) if optimizer is not None else {}
     gradient = tensor.grad if tensor.is_leaf else None
     tensor.grad = None
     new = selected(tensor.data, kept)
@@ -154,9 +177,10 @@ def cut(tensor: Tensor, kept: dict[int, Tensor], optimizer: Optimizer | None) ->
     tensor.data = new
     if gradient is not None:
         tensor.grad = selected(gradient, kept)
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.shape == before:
-            state[key] = selected(value, kept)
+    for state in [optimizer.state.get(tensor, {}) for optimizer in optimizers]:
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.shape == before:
+                state[key] = selected(value, kept)
 
 
 def _forget(optimizer: Optimizer, gone: set[int]) -> None:

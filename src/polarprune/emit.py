@@ -7,9 +7,11 @@ that compute and touch nothing else: a graph from a file becomes code.
 from __future__ import annotations
 
 import builtins
+import functools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +63,92 @@ def form_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """What two calls must have in common for one graph to do."""
     leaves, form = pytree.tree_flatten((args, kwargs))
     return f"{form} {[leaf if isinstance(leaf, PLAIN) else type(leaf) for leaf in leaves]}"
+
+
+# --- code that a graph cannot hold ----------------------------------------------------------------
+
+
+@contextmanager
+def nothing_lost(module: nn.Module, busy: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Raises where the module's code, run inside to be written down, does what no graph holds:
+    it switches gradients or autocast, calls a torch.autograd.Function, or leaves something on self.
+
+    A table that it looks for first, and makes only if it is not there, is no loss: it is made anew.
+    While `busy()` other code runs (that of children), which is not written down.
+    """
+    tables = (vars(module), module._buffers, module._parameters)
+    before = [(table, dict(table)) for table in tables]
+    held: list[Any] = [(x, x.copy()) for key, x in vars(module).items()
+                       if type(x) in (list, dict) and key[0] != "_"]  # fmt: skip
+    own = [(kind, name, vars(kind)[name]) for kind, name in _SWITCHES]
+    for kind, name, method in own:
+        setattr(kind, name, _refusing(method, busy))
+    try:
+        with _looked_for(module) as first:
+            yield
+        lost = [len(x) != len(old) for x, old in held if isinstance(x, list)]
+        for table, old in before:
+            changed = [k for k in {*table, *old} if not _same(table.get(k), old.get(k))]
+            lost += [table is not tables[0] or k not in first or _number(table.get(k))
+                     for k in changed]  # fmt: skip
+        if any(lost):
+            raise PruneError("code that leaves something on self")
+    finally:
+        for kind, name, method in own:
+            setattr(kind, name, method)
+        for table, old in (*before, *held):
+            table.clear()
+            table.update(old) if isinstance(table, dict) else table.extend(old)
+
+
+@contextmanager
+def _looked_for(module: nn.Module) -> Iterator[set[str]]:
+    """The attributes that code inside reads before it sets them."""
+    first, written, family = set[str](), set[str](), type(module)
+
+    def read(self: nn.Module, name: str) -> Any:
+        if name not in written:
+            first.add(name)
+        return family.__getattribute__(self, name)
+
+    def write(self: nn.Module, name: str, value: Any) -> None:
+        written.add(name)
+        family.__setattr__(self, name, value)
+
+    watched = {"__getattribute__": read, "__setattr__": write}
+    with suppress(Exception):  # a class that minds being derived from
+        module.__class__ = type(family.__name__, (family,), watched)
+    try:
+        yield first
+    finally:
+        module.__class__ = family
+
+
+_SWITCHES = (
+    (torch.autocast, "__enter__"), (torch.inference_mode, "__enter__"),
+    (torch.no_grad, "__enter__"), (torch.enable_grad, "__enter__"),
+    (torch.set_grad_enabled, "__init__"), (torch.autograd.Function, "apply"),
+)  # fmt: skip
+
+
+def _refusing(method: Any, busy: Callable[[], bool]) -> Any:
+    inner = getattr(method, "__func__", method)
+
+    @functools.wraps(inner)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not busy():
+            raise PruneError(f"code with {inner.__qualname__}")
+        return inner(*args, **kwargs)
+
+    return classmethod(wrapper) if isinstance(method, classmethod) else wrapper
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float))
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (_number(one) and _number(other) and one == other)
 
 
 # --- running --------------------------------------------------------------------------------------

@@ -71,6 +71,8 @@ class Flow:
                 self._written(op)
         for value in tape.outputs:
             self.freeze(value, "part of the model's output")
+        for value in tape.told:
+            self.freeze(value, "its values decide what the model's code does")
 
     def _written(self, op: Op) -> None:
         """Zeros of which a part is overwritten with ones are not alike along every axis."""

@@ -29,7 +29,7 @@ from .budget import Budget
 from .errors import PruneError
 from .groups import WHOLE, Graph, Plan
 from .surgery import shrink
-from .tape import Example, Op, Value, as_call
+from .tape import Example, Op, Value, as_call, copied
 
 STEPS = (1, 4, 8, 16, 32, 64, 128)  # channels that a kernel may take at a time
 TOLERANCE = 0.05
@@ -206,7 +206,7 @@ class Stopwatch:
     """
 
     def __init__(self, model: nn.Module, graph: Graph, example: Example, limit: float) -> None:
-        self.model, self.graph = _in_working_order(copy.deepcopy(model), example), graph
+        self.model, self.graph = _in_working_order(copied(model), example), graph
         self.example, self.limit = example, limit
         self.milliseconds = _quarter(take_turns({"": self.model}, example, runs=9)[""])
         self.runs = max(12, min(300, round(1e3 * _SECONDS / self.milliseconds)))

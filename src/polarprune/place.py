@@ -39,11 +39,13 @@ def place(model: nn.Module, graph: Graph, gates: dict[str, Gate], alive: Tensor)
     owners = {name: _owners(model, tensors[name]) for name in sites}
     alone = []  # weights with one place and one axis of gates
     for name, axes in sites.items():
-        for axis, units in axes.items():
-            weight = GatedWeight(*local(units), axis).to(tensors[name].device)
+        gated = [(axis, *local(units)) for axis, units in axes.items()]
+        gated = [item for item in gated if item[1]]  # else only channels are left that stay
+        for axis, mine, units in gated:
+            weight = GatedWeight(mine, units, axis).to(tensors[name].device)
             for owner, leaf in owners[name]:
                 parametrize.register_parametrization(owner, leaf, weight)
-        if len(axes) == len(owners[name]) == 1:
+        if len(gated) == len(axes) == len(owners[name]) == 1:
             alone.append(cast(Any, owner).parametrizations[leaf])
     put_bank(model, alone)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from .errors import PruneError
 from .recorder import FORGOTTEN
-from .tape import Example, as_call, named_tensors, open_attention, tensors_in, untouched
+from .tape import Example, as_call, copied, named_tensors, open_attention, tensors_in, untouched
 
 
 class _NoDropout(TorchFunctionMode):
@@ -57,7 +56,7 @@ def _doubled(given: Any) -> Any:
 
 
 @contextmanager
-def _all_digits() -> Iterator[None]:
+def all_digits() -> Iterator[None]:
     """GPUs round the factors of products in float32 to TF32, by default: not while we compare."""
     back: Any = torch.backends
     if not hasattr(back.cudnn, "conv"):  # an older torch
@@ -76,7 +75,8 @@ def _all_digits() -> Iterator[None]:
 
 @contextmanager
 def _repeatable(model: nn.Module, training: bool) -> Iterator[None]:
-    with untouched(model, training), _NoDropout(), _all_digits():
+    off = [torch.autocast(kind, enabled=False) for kind in ("cpu", "cuda")]  # the user's may be on
+    with untouched(model, training), _NoDropout(), all_digits(), off[0], off[1]:
         torch.manual_seed(0)
         yield
 
@@ -98,7 +98,7 @@ def difference(one: nn.Module, other: nn.Module, example: Example, *, training: 
     for a, b in zip(left, right, strict=True):
         if a.shape != b.shape:
             return float("inf")
-        if a.numel() and a.is_floating_point():
+        if a.numel() and (a.is_floating_point() or a.is_complex()):
             scale = max(float(a.abs().max()), 1e-30)
             gap = float((a - b).abs().max()) / scale
             worst = max(worst, gap if gap == gap else float("inf"))
@@ -184,7 +184,7 @@ def count_macs(model: nn.Module, example: Example) -> int:
 def in_double(model: nn.Module, example: Example) -> tuple[nn.Module, Example]:
     """A copy of model and example in float64."""
     double = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, example)
-    return copy.deepcopy(model).double(), double
+    return copied(model).double(), double
 
 
 def example_for(example: Example, like: Tensor) -> Example:

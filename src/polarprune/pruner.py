@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from .budget import Budget
-from .compact import Pace, Rebuild, gates_in, plan_of, skeleton
+from .compact import Pace, Rebuild, check_held, gates_in, plan_of, skeleton
 from .controller import Controller
 from .errors import PruneError
 from .flow import Rule
@@ -24,14 +25,15 @@ from .place import install
 from .proof import check_macs, example_for, prove_cut, prove_equal
 from .report import Report
 from .schedule import Schedule
-from .settings import check_prunable, check_settings
+from .settings import check_finite, check_gates, check_prunable, check_settings
 from .stepper import Stepper
 from .surgery import plain, shrink
-from .tape import Example
+from .tape import Example, copied
 from .trace import survey
 
 _CONTROLS = 400  # how often the host looks at the gates during a run, at most
 _BINS = 20
+_ROUTED = "what is computed depends on the data: MACs are those of the way that the example takes"
 
 
 class Pruner:
@@ -71,8 +73,10 @@ class Pruner:
         norms: bool = False,
         compact: str | None = None,
     ) -> None:
+        keep = list(keep) if isinstance(keep, Iterable) and not isinstance(keep, str) else keep
         wanted = {"macs": macs, "params": params, "latency": latency}
-        limits = check_settings(wanted, lam, steps, multiple_of, compact)
+        limits = check_settings(wanted, lam, steps, multiple_of, compact, schedule, keep)
+        steps, multiple_of = int(steps), int(multiple_of)
         self.model, self.example = model, example_inputs
         self.lam, self.steps, self.schedule = lam, steps, schedule
         self.multiple_of = multiple_of
@@ -102,6 +106,7 @@ class Pruner:
         self.history: list[dict[str, Any]] = []
         self.proof: dict[str, float] = {}
         self._optimizer: Optimizer | None = None
+        self._others: tuple[Optimizer, ...] = ()
         self._lr: float | None = None
         self._every = max(1, steps // _CONTROLS)
         self.copies: list[nn.Module] = []  # of the gated model (averages), cut when it is
@@ -113,29 +118,41 @@ class Pruner:
 
     # --- in the training loop ---------------------------------------------------------------------
 
-    def param_groups(self, lr: float, weight_decay: float = 0.0, **kw: Any) -> list[dict[str, Any]]:
-        """The model's parameters, and the gates' with a tenth of the rate and no weight decay."""
+    def param_groups(
+        self, lr: float, weight_decay: float | None = None, **kw: Any
+    ) -> list[dict[str, Any]]:
+        """The model's parameters, and the gates' with a tenth of the rate and no weight decay.
+
+        Weight decay that is not given here is what the optimizer is given, or has by itself.
+        """
         alphas = self._alphas()
         mine = {id(alpha) for alpha in alphas}
         rest = [p for p in self.model.parameters() if id(p) not in mine]
-        gate_lr = lr * self.schedule.gate_lr
-        self._lr = gate_lr
+        gate_lr = self._lr = lr * self.schedule.gate_lr
+        decay = {} if weight_decay is None else {"weight_decay": weight_decay}
         return [
-            {"params": rest, "lr": lr, "weight_decay": weight_decay, **kw},
+            {"params": rest, "lr": lr, **kw, **decay},
             {**kw, "params": alphas, "lr": gate_lr, "weight_decay": 0.0},
         ]
 
-    def attach(self, optimizer: Optimizer) -> None:
-        """Let the proximal step, ε and the budget follow every real step of this optimizer."""
-        if not isinstance(optimizer, Optimizer):
-            raise PruneError(
-                f"attach: {type(optimizer).__name__} is not a torch.optim.Optimizer; attach to "
-                f"the raw optimizer inside it."
-            )
+    def attach(self, optimizer: Optimizer, *others: Optimizer) -> None:
+        """Let the proximal step, ε and the budget follow every real step of this optimizer.
+
+        It holds the gates. `others`, if there are any, hold other parameters: `compact` cuts their
+        state as well.
+        """
+        for one in (optimizer, *others):
+            if not isinstance(one, Optimizer):
+                raise PruneError(
+                    f"attach: {type(one).__name__} is not a torch.optim.Optimizer; attach to the "
+                    f"raw optimizer inside it."
+                )
         if self._optimizer is not None:
             raise PruneError("attach: this pruner is attached already; one optimizer is enough.")
-        self._group_of_gates(optimizer)
-        self._optimizer = optimizer
+        check_gates(dict(self._named_alphas()), self._alphas(), optimizer)
+        if self._compacts:
+            check_held(self.model, (optimizer, *others), "attach(optimizer, other)")
+        self._optimizer, self._others = optimizer, others
         optimizer.register_step_pre_hook(lambda opt, args, kw: self._check_steps_left())
         optimizer.register_step_post_hook(lambda opt, args, kw: self._after_step(opt))
 
@@ -149,7 +166,7 @@ class Pruner:
             )
         captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if not captured and self._is_due():
-            self._check_finite(self._flat())
+            check_finite(dict(self._named_alphas()), self._flat())
         self._stepper.follow()
         if self.lam is not None:
             self._stepper.scale.fill_(self.lam * self._gate_lr())
@@ -161,7 +178,7 @@ class Pruner:
         """The host's part, after a replay of a CUDA graph that holds the optimizer's step."""
         self._check_steps_left()
         if self._is_due():
-            self._check_finite(self._flat())
+            check_finite(dict(self._named_alphas()), self._flat())
         self._count()
 
     def _is_due(self) -> bool:
@@ -190,21 +207,6 @@ class Pruner:
                 f"steps = epochs * len(loader) (optimizer steps, not batches, if gradients are "
                 f"accumulated); to train on, export first and train the small model."
             )
-
-    def _group_of_gates(self, optimizer: Optimizer) -> None:
-        mine = {id(alpha): name for name, alpha in self._named_alphas()}
-        remedy = "build the optimizer with pruner.param_groups(lr=..., weight_decay=...)"
-        found = set()
-        for group in optimizer.param_groups:
-            held = {id(p) for p in group["params"]} & set(mine)
-            found |= held
-            if held and group.get("weight_decay", 0) != 0:
-                raise PruneError(
-                    f"attach: gates (for one, of {mine[min(held)]}) are in a parameter group with "
-                    f"weight decay {group['weight_decay']}, which would close them all: {remedy}."
-                )
-        if len(found) < len(mine):
-            raise PruneError(f"attach: the optimizer does not hold the gates: {remedy}.")
 
     def _gate_lr(self) -> Any:
         """A number, or a tensor where the optimizer is to be captured."""
@@ -243,7 +245,11 @@ class Pruner:
             self._stepper.scale.fill_(self._controller.rate)
         self._record(alpha, n)
         if self._compacts and self.step_count < self.steps and self._pays():
-            self.compact()
+            try:
+                self.compact()
+            except PruneError as error:  # a training must not end for it
+                self._compacts = False
+                warnings.warn(f'compact="auto" is given up: {error}', stacklevel=2)
 
     def _set_speed(self, speed: Tensor) -> None:
         self.budget.speed = speed
@@ -263,15 +269,6 @@ class Pruner:
         self._stepper.put(alpha)
         self.landed = True
         return alpha
-
-    def _check_finite(self, alpha: Tensor) -> None:
-        if not bool(alpha.isfinite().all()):
-            bad = [name for name, a in self._named_alphas() if not bool(a.isfinite().all())]
-            raise PruneError(
-                f"{bad[0]}: its gate has become NaN or infinite ({len(bad)} groups). The training "
-                f"has diverged: lower the learning rate or clip gradients, and start again from "
-                f"the last checkpoint."
-            )
 
     def _record(self, alpha: Tensor, n: Tensor) -> None:
         values = gate_value(alpha, self.schedule.eps(self.step_count, self.steps))
@@ -336,7 +333,7 @@ class Pruner:
             ],
             history=copy.deepcopy(self.history),
             proof=dict(self.proof),
-            notes=list(self.graph.notes),
+            notes=[*self.graph.notes, *([_ROUTED] if self.graph.tapes[0].depends_on_data else [])],
             results={"latency_ms": self._watch.results} if self._watch else {},
         )
 
@@ -345,44 +342,57 @@ class Pruner:
     def compact(
         self,
         *,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Iterable[Optimizer] = (),
         copies: Iterable[nn.Module] | None = None,
         verify: bool = True,
     ) -> None:
         """Take out what is closed, in place; training goes on as if nothing had happened, faster.
 
-        Parameters stay the objects they are, cut, and so does the state of the optimizer: of the
-        one that is attached, or of the one given. `copies` are other copies of the gated model
-        that live beside it, such as `torch.optim.swa_utils.AveragedModel` (if not given, those in
-        `pruner.copies`). What was built around
-        the shapes of the model has to be built anew: DistributedDataParallel, a captured CUDA
-        graph. Compiled models compile again by themselves.
+        Parameters stay the objects they are, cut, and so does the state of the optimizers: of those
+        that are attached, and of those given. `copies` are other copies of the gated model that
+        live beside it, such as `torch.optim.swa_utils.AveragedModel` (if not given, those in
+        `pruner.copies`). What was built around the shapes of the model has to be built anew:
+        DistributedDataParallel, a captured CUDA graph. Compiled models compile again by themselves.
         """
-        optimizer = optimizer or self._optimizer
+        known = self._optimizers(optimizer)
         rebuild = Rebuild(self._bare, self.graph, self._present, self._flat().cpu() != 0)
         if torch.equal(rebuild.after, rebuild.before):
             return
-        if optimizer is not None:
-            rebuild.check(optimizer)
+        if known:
+            check_held(self.model, known, "compact(optimizer=[...])")
+        for one in known:
+            rebuild.check(one)
+        others = [_inner(other) for other in (self.copies if copies is None else copies)]
+        for other in others:
+            rebuild.check_copy(other, self.model)
         if verify:
-            trial = copy.deepcopy(self.model)
+            trial = copied(self.model)
             rebuild.gated(trial, gates_in(trial, self.model, self.gates))
             double = self._flat().dtype == torch.float64
             prove_equal(self.model, trial, self._here(), 1e-10 if double else 1e-4)
-        for other in map(_inner, self.copies if copies is None else copies):
-            rebuild.gated(other, gates_in(other, self.model, self.gates))
-        self._take_out(rebuild, optimizer)
+        self._take_out(rebuild, known, others)
+
+    def _optimizers(self, more: Optimizer | Iterable[Optimizer] = ()) -> list[Optimizer]:
+        given = [more] if isinstance(more, Optimizer) else list(more)
+        found = [one for one in (self._optimizer, *self._others, *given) if one is not None]
+        return list(dict.fromkeys(found))
 
     def _pays(self) -> bool:
         """A fifth of the MACs has gone; or less, but no more will. And it is worth the time."""
         gone = 1 - self.history[-1]["macs"] / self._compacted
         enough = gone >= (0.05 if self.landed else 0.2)
-        return enough and self._pace.pays(gone, self.steps - self.step_count)
+        together = distributed.is_available() and distributed.is_initialized()  # clocks differ
+        return enough and (together or self._pace.pays(gone, self.steps - self.step_count))
 
-    def _take_out(self, rebuild: Rebuild, optimizer: Optimizer | None) -> None:
+    def _take_out(
+        self, rebuild: Rebuild, optimizers: list[Optimizer], copies: list[nn.Module]
+    ) -> None:
         if torch.equal(rebuild.after, rebuild.before):
             return
-        rebuild.gated(self.model, self.gates, optimizer)
+        for other in copies:
+            rebuild.gated(other, gates_in(other, self.model, self.gates))
+        rebuild.gated(self.model, self.gates, optimizers)
+        torch.clear_autocast_cache()
         self._pace.changed()
         self.compactions += 1
         self._present = rebuild.after
@@ -401,7 +411,7 @@ class Pruner:
 
     def export(self, verify: bool = True) -> nn.Module:
         """A new, plain, small model, proved equal to the gated one, which stays as it is."""
-        self._check_finite(self._flat())
+        check_finite(dict(self._named_alphas()), self._flat())
         self._check_done()
         small = self._cut(self.model)
         if verify:
@@ -461,6 +471,12 @@ class Pruner:
 
         The model is brought to the widths that it had, which the other states then fit.
         """
+        missing = self.state_dict().keys() - state.keys()
+        if missing:
+            raise PruneError(
+                f"load_state_dict: the state has no {sorted(missing)[0]!r}: give what "
+                f"pruner.state_dict() returned. Nothing was changed."
+            )
         present, sizes = state["present"].cpu(), dict(zip(self.gates, self._sizes(), strict=True))
         same = {name: len(alpha) for name, alpha in state["alpha"].items()} == sizes
         if not same or bool((present & ~self._present).any()):
@@ -473,10 +489,14 @@ class Pruner:
                 f"load_state_dict: the state is of a run with {state['settings']}, this pruner "
                 f"has {self._settings()}; build it with the same settings."
             )
+        rebuild = Rebuild(self._bare, self.graph, self._present, present)
+        copies = [_inner(other) for other in self.copies]
+        for other in copies:
+            rebuild.check_copy(other, self.model)
         self.step_count, self.landed = state["step"], state["landed"]
         self.history = copy.deepcopy(state["history"])
         self._controller.load(state["controller"])
-        self._take_out(Rebuild(self._bare, self.graph, self._present, present), self._optimizer)
+        self._take_out(rebuild, self._optimizers(), copies)
         self._compacted = state["compacted"]
         self._stepper.put(torch.cat(list(state["alpha"].values())))
         self._stepper.load(state["stepper"])

@@ -33,6 +33,7 @@ from .tape import (
     name_of,
     named_tensors,
     open_attention,
+    tells,
     tensors_in,
     untouched,
 )
@@ -111,6 +112,7 @@ class _Recorder(TorchDispatchMode):
             op.line = _user_line()
             op.macs = _macs(func, args, kwargs, out) if self.counts else 0
         self.tape.ops.append(op)
+        self.tape.told += tells(op)
         self.made.update(outs)
         if not self.tape.computed:
             self._judge(op, stood_in)
@@ -151,13 +153,19 @@ class _Watch(TorchFunctionMode):
         if func in _READERS:
             values = self.recorder.values((args, kwargs))
             self.recorder.tape.looked |= any(v.root not in self.recorder.real for v in values)
+            if func in _TELLING:
+                self.recorder.tape.told += values
+            elif func in _SPLITS:  # at places that may be given as a tensor
+                self.recorder.tape.told += self.recorder.values((args[1:], kwargs))
         return func(*args, **(kwargs or {}))
 
 
+_TELLING = {getattr(Tensor, name) for name in ("tolist", "numpy", "storage", "untyped_storage",
+                                               "__array__", "__dlpack__", "__repr__")}  # fmt: skip
+_SPLITS = {torch.tensor_split, Tensor.tensor_split}
 _READERS = {
-    *(getattr(Tensor, name) for name in ("tolist", "numpy", "data_ptr", "storage",
-      "untyped_storage", "tensor_split", "__array__", "__dlpack__", "__repr__", "__reduce_ex__")),
-    torch.tensor_split, Tensor.data.__set__,  # type: ignore[attr-defined]
+    *_TELLING, *_SPLITS, Tensor.data_ptr, Tensor.__reduce_ex__,
+    Tensor.data.__set__,  # type: ignore[attr-defined]
 }  # fmt: skip
 
 

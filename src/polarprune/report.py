@@ -258,7 +258,7 @@ def _fate(group: dict[str, Any]) -> str:
 
 
 def _stage_table(report: Report) -> _Rows:
-    """The paper's Table 1 for this run; empty if nothing was measured."""
+    """Scores and cost at every stage; empty if nothing was measured."""
     rows = [
         (
             str(row.get("stage", "")),
@@ -319,7 +319,7 @@ def _stages_section(report: Report) -> str:
         return ""
     return html.section(
         "Before and after removal",
-        "The paper's Table 1 for this run. Removal cuts out the channels whose gate is zero.",
+        "Before and after removal, which cuts out the channels whose gate is zero.",
         html.table(rows[0], rows[1:], right=(1, 2, 3)) if rows else "",
         html.bullets(checks) if checks else "",
     )

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from .emit import Emission, decode, encode, expect, no_channel, one_channel
 from .groups import Graph
@@ -116,7 +117,7 @@ def _shape(node: fx.Node, sight: _Sight) -> bool:
         or (sight.changed(out, axis) and (given != -1 or not sight.size(out, axis)))
     ]
     for axis in axes:
-        shape[axis] = sight.size(out, axis)
+        shape[axis] = _resized(node, shape[axis], sight, out.shape[axis], sight.size(out, axis))
     if axes:
         rest = {k: v for k, v in node.kwargs.items() if k not in ("size", "shape")}
         node.args, node.kwargs = (*node.args[:lead], tuple(shape), *more), rest
@@ -127,9 +128,11 @@ def _unflatten(node: fx.Node, sight: _Sight) -> bool:
     (out,) = sight.values(node)
     sizes = list(_argument(node, 2, "sizes"))
     start = _argument(node, 1, "dim") % (len(out.shape) - len(sizes) + 1)
-    new = [sight.size(out, start + k) for k in range(len(sizes))]
+    axes = [start + k for k in range(len(sizes))]
+    new = [sight.size(out, axis) if sight.changed(out, axis) else size
+           for axis, size in zip(axes, sizes, strict=True)]  # fmt: skip
     node.args, node.kwargs = (node.args[0], start, tuple(new)), {}
-    return any(sight.changed(out, start + k) for k in range(len(sizes)))
+    return any(sight.changed(out, axis) for axis in axes)
 
 
 def _split(node: fx.Node, sight: _Sight) -> bool:
@@ -202,7 +205,8 @@ def _normed(node: fx.Node, sight: _Sight) -> bool:
         return False  # read from a tensor
     axes = range(len(out.shape) - len(shape), len(out.shape))
     rest = {key: value for key, value in node.kwargs.items() if key != "normalized_shape"}
-    new = tuple(sight.size(out, axis) for axis in axes)
+    new = tuple(sight.size(out, axis) if sight.changed(out, axis) else size
+                for axis, size in zip(axes, shape, strict=True))  # fmt: skip
     node.args, node.kwargs = (node.args[0], new, *node.args[2:]), rest
     return any(sight.changed(out, axis) for axis in axes)
 
@@ -264,16 +268,79 @@ def _keep_scales(graph: fx.Graph, sight: _Sight) -> bool:
     for node in list(graph.nodes):
         given = [width for width in node.all_input_nodes if width in sight.widths]
         if node.target is expect and given:
-            graph.erase_node(node)  # the number of the example is the one to go on with
+            trained = _as_trained(given[0], sight)
+            if isinstance(trained, fx.Node):  # other sizes are still to be what they were
+                node.args = (trained, node.args[1])
+            else:
+                graph.erase_node(node)  # the number of the example is the one to go on with
         elif node.target in _ARITHMETIC and (
             node not in sight.widths or isinstance(sight.number(node), float)
         ):
             for width in given:
-                node.replace_input_with(width, sight.number(width))
+                node.replace_input_with(width, _as_trained(width, sight))
         else:
             continue
         changed |= bool(given)
     return changed
+
+
+def _as_trained(node: Any, sight: _Sight) -> Any:
+    """A number computed with the widths of the example; what else it is made of (batch, height,
+    length) is read as before."""
+    if node not in sight.widths:
+        return node
+    if _reads_width(node, sight):
+        return sight.number(node)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _as_trained(n, sight))
+    if not any(isinstance(leaf, fx.Node) for leaf in tree_leaves((args, kwargs))):
+        return sight.number(node)
+    with node.graph.inserting_after(node):
+        return node.graph.create_node(node.op, node.target, args, kwargs)
+
+
+def _resized(user: fx.Node, given: Any, sight: _Sight, old: int, new: int) -> Any:
+    """A size that was `old` and has to be `new` now; as a formula, if it depends on more than
+    widths: the next batch may be another."""
+    trained = _as_trained(given, sight)
+    if not isinstance(trained, fx.Node):
+        return new
+    if _as_cut(given, sight) == new:
+        return given
+    graph = user.graph
+    count, rest = _product(trained)
+    if rest and count * new % old == 0:
+        with graph.inserting_before(user):
+            found: Any = count * new // old
+            for factor in rest:
+                found = graph.call_function(operator.mul, (factor, found))
+        return found
+    with graph.inserting_before(user):  # no formula is known: the sizes of the example only
+        graph.call_function(expect, (trained, sight.number(given)))
+    return new
+
+
+def _as_cut(node: Any, sight: _Sight) -> Any:
+    """A number computed with the widths that are left, and the other sizes of the example."""
+    if not isinstance(node, fx.Node):
+        return node
+    if _reads_width(node, sight):
+        read = _read_by(node, sight)
+        assert read is not None
+        return sight.size(*read)
+    if node not in sight.widths:
+        return sight.number(node)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _as_cut(n, sight))
+    return cast(Any, node.target)(*args, **kwargs) if node.op == "call_function" else None
+
+
+def _product(node: Any) -> tuple[int, list[fx.Node]]:
+    """A number as a constant times readings."""
+    if isinstance(node, int):
+        return node, []
+    if node.target is operator.mul and not node.kwargs:
+        (one, left), (two, right) = (_product(factor) for factor in node.args)
+        return one * two, left + right
+    return 1, [node]
 
 
 _ARITHMETIC = (operator.mul, operator.truediv, operator.add, operator.sub, operator.imul,
@@ -283,19 +350,33 @@ _ARITHMETIC = (operator.mul, operator.truediv, operator.add, operator.sub, opera
 
 def _reads_width(node: fx.Node, sight: _Sight) -> bool:
     """True for `x.shape[axis]` and `x.size(axis)` along channels that go."""
+    read = _read_by(node, sight)
+    return read is not None and sight.changed(*read)
+
+
+def _read_by(node: Any, sight: _Sight) -> tuple[Value, int] | None:
+    """The tensor and the axis, where a node reads a size."""
     if node.target == "size" and len(node.args) == 2:
-        source, axis = node.args
-    elif node.target is operator.getitem and _is_shape(node.args[0]):
-        source, axis = node.args[0].args[0], node.args[1]  # type: ignore[union-attr]
+        values, axis = sight.values(node.args[0]), node.args[1]
+        axes = list(range(len(values[0].shape))) if values else []
+    elif node.target is operator.getitem:
+        values, axes = _shape_of(node.args[0], sight)
+        axis = node.args[1]
     else:
-        return False
-    values = sight.values(source)
-    return bool(values) and isinstance(axis, int) and sight.changed(values[0], axis)
+        return None
+    return (values[0], axes[axis]) if values and isinstance(axis, int) else None
 
 
-def _is_shape(node: Any) -> bool:
+def _shape_of(node: Any, sight: _Sight) -> tuple[list[Value], list[int]]:
+    """The tensor and the axes, where a node is a shape or a part of one."""
     if not isinstance(node, fx.Node):
-        return False
-    return (node.target is getattr and node.args[1] == "shape") or (
+        return [], []
+    if (node.target is getattr and node.args[1] == "shape") or (
         node.target == "size" and len(node.args) == 1
-    )
+    ):
+        values = sight.values(node.args[0])
+        return values, list(range(len(values[0].shape))) if values else []
+    if node.target is operator.getitem and isinstance(node.args[1], slice):
+        values, axes = _shape_of(node.args[0], sight)
+        return values, axes[node.args[1]]
+    return [], []

@@ -1,12 +1,18 @@
-"""What a Pruner is asked for, checked before anything is changed."""
+"""What a Pruner is asked for and given, checked before anything is changed."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from numbers import Integral, Real
 from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from .errors import PruneError
 from .groups import Graph
+from .schedule import Schedule
 
 
 def check_settings(
@@ -15,7 +21,14 @@ def check_settings(
     steps: int,
     multiple_of: int,
     compact: str | None,
+    schedule: Any,
+    keep: Any,
 ) -> dict[str, float]:
+    if not isinstance(schedule, Schedule):
+        raise PruneError(f"schedule={schedule!r}: give a polarprune.Schedule(...).")
+    names = [keep] if isinstance(keep, str) else keep
+    if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
+        raise PruneError(f"keep={keep!r}: give names of modules, as keep=['head', 'layer4.*'].")
     if compact not in (None, "auto"):
         raise PruneError(f'compact={compact!r}: give "auto", or call pruner.compact() yourself.')
     limits = {key: value for key, value in wanted.items() if value is not None}
@@ -27,7 +40,7 @@ def check_settings(
     if lam is None and not limits:
         raise PruneError("no goal: give a budget (macs=0.5, params=0.3) or lam=...")
     for key, value in limits.items():
-        if not isinstance(value, (int, float)) or not 0 < value < 1:
+        if not isinstance(value, Real) or not 0 < value < 1:
             raise PruneError(
                 f"{key}={value!r}: a budget is a fraction of the original, between 0 and 1 "
                 f"(macs=0.5 is half of the MACs)."
@@ -38,11 +51,11 @@ def check_settings(
         raise PruneError(f"steps={steps!r}: give the number of optimizer steps of the training.")
     if not _whole(multiple_of):
         raise PruneError(f"multiple_of={multiple_of!r}: must be a positive whole number.")
-    return limits
+    return {key: float(value) for key, value in limits.items()}
 
 
 def _whole(number: Any) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= 1
+    return isinstance(number, Integral) and not isinstance(number, bool) and int(number) >= 1
 
 
 def check_prunable(graph: Graph) -> None:
@@ -52,4 +65,38 @@ def check_prunable(graph: Graph) -> None:
             "no prunable channels: every group stays whole ("
             + "; ".join(list(reasons)[:3])
             + "). Print polarprune.trace(model, example) for the whole list."
+        )
+
+
+def check_gates(
+    gates: dict[str, nn.Parameter], mine: Iterable[Tensor], optimizer: Optimizer
+) -> None:
+    """The optimizer has to hold the gates that the pruner put in, without weight decay."""
+    if any(alpha is not own for alpha, own in zip(gates.values(), mine, strict=True)):
+        raise PruneError(
+            "attach: the gates are other tensors than the pruner put in; load weights before the "
+            "Pruner is built, or without assign=True."
+        )
+    names = {id(alpha): name for name, alpha in gates.items()}
+    remedy = "build the optimizer with pruner.param_groups(lr=..., weight_decay=...)"
+    found = set()
+    for group in optimizer.param_groups:
+        held = {id(p) for p in group["params"]} & set(names)
+        found |= held
+        if held and group.get("weight_decay", 0) != 0:
+            raise PruneError(
+                f"attach: gates (for one, of {names[min(held)]}) are in a parameter group with "
+                f"weight decay {group['weight_decay']}, which would close them all: {remedy}."
+            )
+    if len(found) < len(names):
+        raise PruneError(f"attach: the optimizer does not hold the gates: {remedy}.")
+
+
+def check_finite(gates: dict[str, nn.Parameter], flat: Tensor) -> None:
+    if not bool(flat.isfinite().all()):
+        bad = [name for name, alpha in gates.items() if not bool(alpha.isfinite().all())]
+        raise PruneError(
+            f"{bad[0]}: its gate has become NaN or infinite ({len(bad)} groups). The training has "
+            f"diverged: lower the learning rate or clip gradients, and start again from the last "
+            f"checkpoint."
         )

@@ -7,7 +7,6 @@ rebuilt from its original class without tracing it again.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +24,7 @@ from .groups import Graph, Plan, module_of, stays
 from .leftovers import Constant, Hollow
 from .norms import Fixed, unweigh, weigh, weight_of
 from .rewire import rewiring
-from .tape import named_tensors
+from .tape import copied, named_tensors
 
 RECIPE = "polarprune_recipe"
 OTHER_MODEL = (
@@ -282,7 +281,7 @@ def apply(model: nn.Module, recipe: Recipe) -> nn.Module:
 def cut_copy(model: nn.Module, recipe: Recipe) -> nn.Module:
     """A smaller copy of a model."""
     check_shapes(model, recipe.shapes, OTHER_MODEL)
-    return _reform(copy.deepcopy(model, dict(_pieces(model, recipe))), recipe)
+    return _reform(copied(model, dict(_pieces(model, recipe))), recipe)
 
 
 def mock_copy(model: nn.Module, recipe: Recipe, *, values: bool) -> nn.Module:
@@ -291,7 +290,7 @@ def mock_copy(model: nn.Module, recipe: Recipe, *, values: bool) -> nn.Module:
     memo |= _pieces(model, recipe, _sliced if values else _sized)
     for module in model.modules():  # tables of hooks, most of them empty, are slow to copy
         memo |= {id(t): type(t)() for t in vars(module).values() if isinstance(t, dict) and not t}
-    return _reform(copy.deepcopy(model, memo), recipe)
+    return _reform(copied(model, memo), recipe)
 
 
 def _pieces(
@@ -416,7 +415,7 @@ def plain(model: nn.Module) -> nn.Module:
 
     torch's `remove_parametrizations` edits the class, which the copy shares with the original.
     """
-    model = copy.deepcopy(model)
+    model = copied(model)
     gated = [
         (module, tensor, getattr(module, tensor).detach().clone())
         for module in model.modules()

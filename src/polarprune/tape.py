@@ -6,6 +6,7 @@ channels is `rules`' job. `recorder` writes it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -90,6 +91,7 @@ class Tape:
     ops: list[Op] = field(default_factory=list)
     inputs: list[Value] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
+    told: list[Value] = field(default_factory=list)  # what Python code read values of, or shapes
     marks: dict[tuple[str, str], list[Value]] = field(default_factory=dict)
     numbers: dict[tuple[str, str], int | float] = field(default_factory=dict)  # marked ones
     ends: dict[tuple[str, str], int] = field(default_factory=dict)  # operations before each mark
@@ -98,25 +100,24 @@ class Tape:
     looked: bool = False  # something came of values that were made up
 
     @cached_property
+    def ends_in(self) -> set[Value]:
+        """What comes out of a run, or decides the way it takes."""
+        return {*self.outputs, *self.told}
+
+    @cached_property
     def needed(self) -> set[Value]:
         """Tensors that an output depends on."""
-        return {value for op in self.that_matter for value in op.inputs()} | set(self.outputs)
+        return {value for op in self.that_matter for value in op.inputs()} | self.ends_in
 
     @cached_property
     def depends_on_data(self) -> bool:
         """True if some shape or number in the run comes from the values in a tensor."""
-        return any(
-            op.func.namespace != "aten"
-            or torch.Tag.data_dependent_output in op.func.tags
-            or (torch.Tag.dynamic_output_shape in op.func.tags and op.name != "index")
-            or (op.name == "index" and any(_is_mask(value) for value in op.inputs()[1:]))
-            for op in self.ops
-        )
+        return any(op.func.namespace != "aten" or tells(op) for op in self.ops)
 
     @cached_property
     def that_matter(self) -> list[Op]:
         """Operations that an output depends on, and those that write into something."""
-        needed, found = set(self.outputs), []
+        needed, found = set(self.ends_in), []
         for op in reversed(self.ops):
             if op.func._schema.is_mutable or any(out in needed for out in op.outs):
                 found.append(op)
@@ -125,8 +126,17 @@ class Tape:
         return found[::-1]
 
 
-def _is_mask(value: Value) -> bool:
-    return value.whole and value.itemsize == 1
+def tells(op: Op) -> list[Value]:
+    """The tensors whose values become a number or a shape."""
+    if op.name == "index":
+        return [value for value in op.inputs()[1:] if value.whole and value.itemsize == 1]  # masks
+    return op.inputs() if _is_telling(op.func) else []
+
+
+@cache
+def _is_telling(func: Any) -> bool:
+    tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+    return any(tag in func.tags for tag in tags)
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -139,6 +149,22 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 if tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
                     yield stem + name, tensor
+
+
+def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A deep copy. Activations that a module still holds come along without their history, and
+    scripted functions as they are: torch copies neither."""
+    memo = {} if memo is None else memo
+    for module in model.modules():
+        for leaf in tree_leaves([held for key, held in vars(module).items() if key not in _TABLES]):
+            if isinstance(leaf, Tensor) and not leaf.is_leaf:
+                memo.setdefault(id(leaf), leaf.detach().clone())
+            elif isinstance(leaf, torch.jit.ScriptFunction):
+                memo[id(leaf)] = leaf
+    return copy.deepcopy(model, memo)
+
+
+_TABLES = ("_parameters", "_buffers", "_modules")
 
 
 def as_call(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -8,7 +8,6 @@ at the weights. Where the order depends on the data, outputs are compared instea
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from .proof import StaysDouble, in_double, prove_equal
 from .recorder import attempt, record
 from .rewire import padding
 from .surgery import Recipe, cut_copy, fold, mock_copy, write_recipe
-from .tape import Example, Op, Tape, Value
+from .tape import Example, Op, Tape, Value, copied
 
 _TOLERANCE = 1e-8  # in float64, where a right cut differs by 1e-15 and a wrong one by 1e-3
 _SINGLE = 1e-4  # in float32
@@ -103,7 +102,7 @@ class Trial:
     ) -> Deviation | None:
         """The same by outputs; `found` says where, if these differ."""
         model, example, double = self._in_double()
-        masked = copy.deepcopy(model)
+        masked = copied(model)
         fold(masked, graph, graph.alive(plan).double())
         try:
             small = cut_copy(masked, recipe)
@@ -121,7 +120,7 @@ class Trial:
                     record(model, example, training=False)
                 self._double = model, example, True
             except PruneError:  # code that insists on float32
-                self._double = copy.deepcopy(self.model), self.example, False
+                self._double = copied(self.model), self.example, False
             _shake(self._double[0])
         return self._double
 

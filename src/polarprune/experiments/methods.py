@@ -42,6 +42,8 @@ from ..gates import gate_value
 from ..groups import WHOLE, Plan
 from ..place import place
 from ..proof import count_macs
+from ..schedule import Schedule
+from ..settings import check_settings
 from ..surgery import plain, shrink
 from ..trace import trace
 from .concrete import Borrowed, HardConcrete, Steering, expected_share
@@ -426,14 +428,21 @@ def cost_of(model: nn.Module, example: Tensor) -> dict[str, int]:
     return {"macs": count_macs(model, example), "params": params}
 
 
+def check(method: str, limits: Limits) -> None:
+    """What can be said before a baseline is trained."""
+    if method != "gdp" and method not in EVERY:
+        raise PruneError(f"there is no method {method!r}. Methods: gdp, {', '.join(EVERY)}.")
+    if method != "gdp" and "lam" in limits:
+        raise PruneError(f"--lam is a number of our method; give {method} a budget.")
+    wanted: dict[str, float | None] = {key: limits.get(key) for key in ("macs", "params")}
+    check_settings(wanted, limits.get("lam"), 1, 1, None, Schedule(), ())
+
+
 def prune(run: Run, baseline: nn.Module, method: str = "gdp", **limits: float) -> dict[str, Any]:
     """From a baseline to a small model and its card, within budgets, by any method."""
+    check(method, limits)
     if method == "gdp":
         return run.prune(baseline, **limits)
-    if method not in EVERY:
-        raise PruneError(f"there is no method {method!r}. Methods: gdp, {', '.join(EVERY)}.")
-    if "lam" in limits:
-        raise PruneError(f"--lam is a number of our method; give {method} a budget.")
     recipe = run.recipe
     before = run.score(baseline)
     teacher = baseline if recipe.distill else None

@@ -6,7 +6,7 @@ Where the paper is silent (learning rate and batch for CIFAR-10) the numbers are
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from ..errors import PruneError
@@ -67,6 +67,17 @@ class Recipe:
     seed: int = 0
     controls: Controls = Controls()
 
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, kind = getattr(self, field.name), _KINDS[str(field.type)]
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+                raise PruneError(f"recipe: {field.name}={value!r}, which should be a {field.type}.")
+            if field.name in _CHOICES and value not in _CHOICES[field.name]:
+                known = ", ".join(_CHOICES[field.name])
+                raise PruneError(f"recipe: {field.name}={value!r}; there are {known}.")
+            if value < _LEAST[field.name] if field.name in _LEAST else False:
+                raise PruneError(f"recipe: {field.name}={value!r}; at least {_LEAST[field.name]}.")
+
     def rate(self, progress: float, epochs: int) -> float:
         """The learning rate at a time between 0 and 1, as a share of the highest."""
         rising = self.warm_up / epochs
@@ -78,6 +89,14 @@ class Recipe:
         if self.rates == "poly":
             return float((1 - done) ** 0.9)
         return 0.5 * (1 + math.cos(math.pi * done))
+
+
+_KINDS: dict[str, Any] = {
+    "int": int, "float": (int, float), "bool": bool, "str": str, "str | None": (str, type(None)),
+    "Schedule": Schedule, "Controls": Controls,
+}  # fmt: skip
+_CHOICES = {"rates": ("cosine", "steps", "poly"), "optimizer": ("sgd", "adam")}
+_LEAST = {"batch": 1, "epochs": 1, "baseline_epochs": 0, "tune_epochs": 0, "scored": 1}
 
 
 def per_epoch(decay: float, epochs: int, start: float = 0.1) -> Schedule:
@@ -144,6 +163,8 @@ def recipe(name: str, **changes: Any) -> Recipe:
 def _changed(found: Any, key: str, value: Any) -> Any:
     """A copy with one number changed; `schedule.done` reaches into the schedule."""
     key, _, inner = key.partition(".")
+    if not is_dataclass(found) or isinstance(found, type):
+        raise PruneError(f"{found!r} has no {key!r}: it is a plain value.")
     known = [field.name for field in fields(found)]
     if key not in known:
         raise PruneError(f"a {type(found).__name__} has no {key!r}. It has {', '.join(known)}.")

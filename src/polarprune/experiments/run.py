@@ -30,6 +30,7 @@ Progress = Callable[[dict[str, Any]], None]
 _PAUSE = 60.0  # seconds, at least, between checkpoints
 _RECALIBRATED = 20  # batches: ε has moved on since the statistics were taken
 _WARM = 5  # steps of a rehearsal that are not timed
+_FREE = ("compiled", "tune_epochs", "tune_lr", "scored")  # may change when a run goes on
 _LOGGED = ("macs", "params", "closed", "between", "eps", "lam", "histogram")
 
 
@@ -46,6 +47,8 @@ class Run:
         progress: Progress = lambda row: None,
     ) -> None:
         self.recipe, self.out, self.progress = recipe, out, progress
+        if out.exists() and not out.is_dir():
+            raise PruneError(f"--out {out}: that is a file; give a folder.")
         self.device = torch.device(device)
         self.data = data.to(device)
         torch.manual_seed(recipe.seed)
@@ -54,10 +57,29 @@ class Run:
         self.writes = place()[0] == 0  # the other processes of several write nothing
 
     def fresh(self) -> nn.Module:
+        if self.recipe.network not in NETWORKS:
+            known = ", ".join(NETWORKS)
+            raise PruneError(f"there is no network {self.recipe.network!r}. Networks: {known}.")
         model: Any = NETWORKS[self.recipe.network]().to(self.device)
         if self.device.type == "cuda":
             model = model.to(memory_format=torch.channels_last)
         return model  # type: ignore[no-any-return]
+
+    def claim(self, what: dict[str, Any]) -> None:
+        """Refuse a folder in which another run is kept; else say in it what this one is."""
+        mine = {**dataclasses.asdict(self.recipe), **what}
+        mine = json.loads(json.dumps({k: v for k, v in mine.items() if k not in _FREE}))
+        note = self.out / "run.json"
+        kept = json.loads(note.read_text(encoding="utf-8")) if note.exists() else mine
+        other = [key for key in mine if kept.get(key) != mine[key]]
+        if other:
+            raise PruneError(
+                f"--out {self.out}: another run is kept there ({other[0]} is {kept.get(other[0])} "
+                f"there, {mine[other[0]]} here). Give another folder."
+            )
+        if self.writes:
+            self.out.mkdir(parents=True, exist_ok=True)
+            note.write_text(json.dumps(mine, indent=1) + "\n", "utf-8")
 
     def baseline(self, file: Path | None = None, start: Path | None = None) -> nn.Module:
         """The network trained as usual: read from a file, or trained and written there.
@@ -68,8 +90,7 @@ class Run:
         file = file or self.out / "baseline.safetensors"
         recipe = self.recipe
         if file.exists():
-            model.load_state_dict(load_file(str(file), device=str(self.device)))
-            return model
+            return read_state(model, file)
         if start is not None:
             begun(model, start)
         elif recipe.pretrained:
@@ -291,9 +312,20 @@ def write_state(model: nn.Module, file: Path) -> None:
     new.replace(file)  # whole: other runs may wait for it
 
 
+def read_state(model: nn.Module, file: Path) -> nn.Module:
+    try:
+        model.load_state_dict(load_file(str(file)))
+    except Exception as error:  # no weights, or of something else
+        why = str(error).splitlines()[0]
+        raise PruneError(f"{file}: not the weights of this network ({why}).") from error
+    return model
+
+
 def begun(model: nn.Module, file: Path) -> None:
     """Weights from a file into the parts of a model that have the same names and shapes."""
-    found = load_file(str(file)) if file.exists() else {}
+    if not file.exists():
+        raise PruneError(f"--start {file}: there is no such file.")
+    found = load_file(str(file))
     own = model.state_dict()
     fits = {k: v for k, v in found.items() if k in own and own[k].shape == v.shape}
     if not fits:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..proof import all_digits
 from .recipes import Recipe
 
 
@@ -119,13 +120,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """In eval mode, without gradients, in full precision (a GPU would round the inputs of
     convolutions); afterwards all is as it was."""
     modes = [(module, module.training) for module in model.modules()]
-    rounded = torch.backends.cudnn.allow_tf32
     model.eval()
-    torch.backends.cudnn.allow_tf32 = False
     try:
-        with torch.no_grad():
+        with torch.no_grad(), all_digits():
             yield
     finally:
-        torch.backends.cudnn.allow_tf32 = rounded
         for module, training in modes:
             module.training = training
