@@ -14,7 +14,7 @@ import polarprune as pp
 from polarprune.recorder import attempt
 from polarprune.tape import Tape
 from test_awkward import cut_at_random, images
-from test_exact import counted, difference
+from test_exact import VARIANTS, counted, difference, set_gates
 
 DIM, HEADS = 24, 4
 
@@ -316,3 +316,36 @@ def test_macs_are_the_same_whichever_kernel_computes_attention() -> None:
         for net in (model, cut_at_random(model, pp.trace(model, x), (x,)).small)
     ]
     assert kernels == [[], ["_scaled_dot_product_flash_attention_for_cpu"]]
+
+
+class Translator(nn.Module):
+    """Encoder and decoder of torch: keys and values of the cross attention are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        settings: dict[str, Any] = {"batch_first": True, "dropout": 0.0}
+        self.stem, self.out = nn.Linear(5, 16), nn.Linear(16, 3)
+        self.encoder = nn.TransformerEncoderLayer(16, 4, 32, **settings)
+        self.decoder = nn.TransformerDecoderLayer(16, 4, 32, **settings)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.out(self.decoder(self.stem(x), self.encoder(self.stem(y))))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_heads_of_cross_attention_go(variant: str) -> None:
+    torch.manual_seed(0)
+    model = Translator().double()
+    pruner = pp.Pruner(
+        model, (torch.randn(2, 4, 5).double(), torch.randn(2, 6, 5).double()), lam=1.0, steps=1
+    )
+    pruner.param_groups(lr=0.0)
+    assert {name: group.size for name, group in pruner.graph.open.items()} == {
+        "encoder.self_attn": 4, "encoder.linear1": 32, "decoder.self_attn": 4,
+        "decoder.multihead_attn": 4, "decoder.linear1": 32,
+    }  # fmt: skip
+    set_gates(pruner, VARIANTS[variant], variant)
+    small = pruner.export().eval()
+    others = torch.randn(3, 7, 5).double(), torch.randn(3, 2, 5).double()
+    with torch.no_grad():
+        assert torch.allclose(small(*others), model.eval()(*others), rtol=0, atol=1e-12)
