@@ -574,3 +574,25 @@ def test_gates_that_were_replaced_are_not_steered() -> None:
     model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
     with pytest.raises(pp.PruneError, match="without assign=True"):
         pruner.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.float64])
+def test_a_model_may_change_its_precision_after_training(kind: torch.dtype) -> None:
+    model, x = small()
+    pruner = pp.Pruner(model, x, macs=0.5, steps=10)
+    optimizer = torch.optim.SGD(pruner.param_groups(lr=0.01))
+    pruner.attach(optimizer)
+    for _ in range(10):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    model.to(kind)
+    assert {p.dtype for p in pruner.export().parameters()} == {kind}
+
+
+def test_gates_are_not_steered_in_half_precision() -> None:
+    model, x = small()
+    pruner = pp.Pruner(model, x, macs=0.5, steps=10)
+    model.half()
+    with pytest.raises(pp.PruneError, match="before the Pruner is built"):
+        pruner.attach(torch.optim.SGD(pruner.param_groups(lr=0.01)))

@@ -187,12 +187,11 @@ def in_double(model: nn.Module, example: Example) -> tuple[nn.Module, Example]:
     return copied(model).double(), double
 
 
-def example_for(example: Example, like: Tensor) -> Example:
-    """The example on another device; in float64, if that is the precision there."""
-    real = torch.float64 if like.dtype == torch.float64 else None
+def example_for(example: Example, like: Tensor, made_for: torch.dtype) -> Example:
+    """The example on the device of a model, and in its precision, if that has changed."""
 
     def here(x: Tensor) -> Tensor:
-        return x.to(like.device, real) if x.is_floating_point() and real else x.to(like.device)
+        return x.to(like.device, like.dtype if x.dtype == made_for else x.dtype)
 
     moved: Example = tree_map_only(Tensor, here, example)
     return moved

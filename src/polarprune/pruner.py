@@ -100,6 +100,7 @@ class Pruner:
         self._stepper = Stepper(
             self.gates, self.budget.owner, schedule, steps, lengthen=lam is None
         )
+        self._made_for = self._weight().dtype
         self.step_count = 0
         self.landed = False
         self._controller = Controller(self.budget, schedule, steps, lam)
@@ -425,7 +426,13 @@ class Pruner:
 
     def _here(self) -> Example:
         """The example where the model is, in its precision."""
-        return example_for(self.example, self._flat())
+        return example_for(self.example, self._weight(), self._made_for)
+
+    def _weight(self) -> Tensor:
+        """One of the model's, which knows device and precision."""
+        mine = {id(alpha) for alpha in self._alphas()}
+        weights = [p for p in self.model.parameters() if p.is_floating_point()]
+        return next((p for p in weights if id(p) not in mine), self._flat())
 
     def _check_done(self) -> None:
         taken = f"{self.step_count} of {self.steps} steps were taken"

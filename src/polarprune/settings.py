@@ -77,6 +77,11 @@ def check_gates(
             "attach: the gates are other tensors than the pruner put in; load weights before the "
             "Pruner is built, or without assign=True."
         )
+    if any(alpha.dtype.itemsize < 4 for alpha in gates.values()):
+        raise PruneError(
+            "attach: the gates are in half precision, too coarse for their steps; bring the model "
+            "to its precision before the Pruner is built (gates then stay in float32)."
+        )
     names = {id(alpha): name for name, alpha in gates.items()}
     remedy = "build the optimizer with pruner.param_groups(lr=..., weight_decay=...)"
     found = set()
