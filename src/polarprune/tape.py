@@ -156,11 +156,15 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     scripted functions as they are: torch copies neither."""
     memo = {} if memo is None else memo
     for module in model.modules():
-        for leaf in tree_leaves([held for key, held in vars(module).items() if key not in _TABLES]):
-            if isinstance(leaf, Tensor) and not leaf.is_leaf:
-                memo.setdefault(id(leaf), leaf.detach().clone())
-            elif isinstance(leaf, torch.jit.ScriptFunction):
-                memo[id(leaf)] = leaf
+        for key, held in vars(module).items():
+            empty = isinstance(held, (dict, list, tuple, set)) and not held
+            if empty or held is None or isinstance(held, (bool, int, str)) or key in _TABLES:
+                continue  # as most are
+            for leaf in tree_leaves(held):
+                if isinstance(leaf, Tensor) and not leaf.is_leaf:
+                    memo.setdefault(id(leaf), leaf.detach().clone())
+                elif isinstance(leaf, torch.jit.ScriptFunction):
+                    memo[id(leaf)] = leaf
     return copy.deepcopy(model, memo)
 
 
