@@ -27,7 +27,6 @@ from .experiments.recipes import RECIPES, Recipe, recipe
 from .experiments.run import Run, rebuilt
 from .pictures import save_gate_histogram
 from .report import Report
-from .schedule import Schedule
 from .settings import check_settings
 from .trace import trace
 
@@ -52,7 +51,7 @@ def demo(
     """Prune a small residual network on handwritten digits while it trains."""
     start = time.perf_counter()
     try:
-        check_settings({"macs": macs}, None, epochs, 1, None, Schedule(), ())
+        check_settings({"macs": macs}, None, epochs)
         settings = Settings(budget=macs, epochs=epochs, seed=seed)
         with _bar() as bar:
             task = bar.add_task("starting", total=None, info="")

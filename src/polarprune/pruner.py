@@ -25,7 +25,14 @@ from .place import install
 from .proof import check_macs, example_for, prove_cut, prove_equal
 from .report import Report
 from .schedule import Schedule
-from .settings import check_finite, check_gates, check_prunable, check_settings
+from .settings import (
+    check_finite,
+    check_gates,
+    check_optimizers,
+    check_prunable,
+    check_settings,
+    check_state,
+)
 from .stepper import Stepper
 from .surgery import plain, shrink
 from .tape import Example, copied
@@ -142,12 +149,7 @@ class Pruner:
         It holds the gates. `others`, if there are any, hold other parameters: `compact` cuts their
         state as well.
         """
-        for one in (optimizer, *others):
-            if not isinstance(one, Optimizer):
-                raise PruneError(
-                    f"attach: {type(one).__name__} is not a torch.optim.Optimizer; attach to the "
-                    f"raw optimizer inside it."
-                )
+        check_optimizers((optimizer, *others))
         if self._optimizer is not None:
             raise PruneError("attach: this pruner is attached already; one optimizer is enough.")
         check_gates(dict(self._named_alphas()), self._alphas(), optimizer)
@@ -299,9 +301,6 @@ class Pruner:
     def _flat(self) -> Tensor:
         return self._stepper.flat()
 
-    def _sizes(self) -> list[int]:
-        return [group.size for group in self.graph.open.values()]
-
     def _widths(self) -> Tensor:
         return self.budget.widths(self._flat().cpu())
 
@@ -363,9 +362,7 @@ class Pruner:
             check_held(self.model, known, "compact(optimizer=[...])")
         for one in known:
             rebuild.check(one)
-        others = [_inner(other) for other in (self.copies if copies is None else copies)]
-        for other in others:
-            rebuild.check_copy(other, self.model)
+        others = self._checked(rebuild, self.copies if copies is None else copies)
         if verify:
             trial = copied(self.model)
             rebuild.gated(trial, gates_in(trial, self.model, self.gates))
@@ -377,6 +374,13 @@ class Pruner:
         given = [more] if isinstance(more, Optimizer) else list(more)
         found = [one for one in (self._optimizer, *self._others, *given) if one is not None]
         return list(dict.fromkeys(found))
+
+    def _checked(self, rebuild: Rebuild, copies: Iterable[nn.Module]) -> list[nn.Module]:
+        """The models inside wrappers that average them."""
+        found = [one.module if isinstance(one, AveragedModel) else one for one in copies]
+        for one in found:
+            rebuild.check_copy(one, self.model)
+        return found
 
     def _pays(self) -> bool:
         """A fifth of the MACs has gone; or less, but no more will. And it is worth the time."""
@@ -459,12 +463,13 @@ class Pruner:
 
     def state_dict(self) -> dict[str, Any]:
         """What is needed to resume exactly, beside the model's and the optimizer's own state."""
+        sizes = [group.size for group in self.graph.open.values()]
         return {
             "settings": self._settings(),
             "step": self.step_count,
             "landed": self.landed,
             "controller": self._controller.state(),
-            "alpha": dict(zip(self.gates, self._flat().split(self._sizes()), strict=True)),
+            "alpha": dict(zip(self.gates, self._flat().split(sizes), strict=True)),
             "present": self._present.clone(),
             "compacted": self._compacted,
             "speed": self.budget.speed,
@@ -478,28 +483,9 @@ class Pruner:
 
         The model is brought to the widths that it had, which the other states then fit.
         """
-        missing = self.state_dict().keys() - state.keys()
-        if missing:
-            raise PruneError(
-                f"load_state_dict: the state has no {sorted(missing)[0]!r}: give what "
-                f"pruner.state_dict() returned. Nothing was changed."
-            )
-        present, sizes = state["present"].cpu(), dict(zip(self.gates, self._sizes(), strict=True))
-        same = {name: len(alpha) for name, alpha in state["alpha"].items()} == sizes
-        if not same or bool((present & ~self._present).any()):
-            raise PruneError(
-                "load_state_dict: the state has other groups than this model; build the Pruner "
-                "with the same fresh model, example, keep=[...], rules={...} and norms."
-            )
-        if state["settings"] != self._settings():
-            raise PruneError(
-                f"load_state_dict: the state is of a run with {state['settings']}, this pruner "
-                f"has {self._settings()}; build it with the same settings."
-            )
-        rebuild = Rebuild(self._bare, self.graph, self._present, present)
-        copies = [_inner(other) for other in self.copies]
-        for other in copies:
-            rebuild.check_copy(other, self.model)
+        check_state(state, self.state_dict())
+        rebuild = Rebuild(self._bare, self.graph, self._present, state["present"].cpu())
+        copies = self._checked(rebuild, self.copies)
         self.step_count, self.landed = state["step"], state["landed"]
         self.history = copy.deepcopy(state["history"])
         self._controller.load(state["controller"])
@@ -511,8 +497,3 @@ class Pruner:
             self._set_speed(state["speed"].cpu())
         if self._watch is not None:
             self._watch.load(state["latency"])
-
-
-def _inner(model: nn.Module) -> nn.Module:
-    """The model inside a wrapper that averages it."""
-    return model.module if isinstance(model, AveragedModel) else model

@@ -19,10 +19,10 @@ def check_settings(
     wanted: dict[str, float | None],
     lam: float | None,
     steps: int,
-    multiple_of: int,
-    compact: str | None,
-    schedule: Any,
-    keep: Any,
+    multiple_of: int = 1,
+    compact: str | None = None,
+    schedule: Any = Schedule(),
+    keep: Any = (),
 ) -> dict[str, float]:
     if not isinstance(schedule, Schedule):
         raise PruneError(f"schedule={schedule!r}: give a polarprune.Schedule(...).")
@@ -68,6 +68,15 @@ def check_prunable(graph: Graph) -> None:
         )
 
 
+def check_optimizers(given: Iterable[Any]) -> None:
+    for one in given:
+        if not isinstance(one, Optimizer):
+            raise PruneError(
+                f"attach: {type(one).__name__} is not a torch.optim.Optimizer; attach to the raw "
+                f"optimizer inside it."
+            )
+
+
 def check_gates(
     gates: dict[str, nn.Parameter], mine: Iterable[Tensor], optimizer: Optimizer
 ) -> None:
@@ -95,6 +104,27 @@ def check_gates(
             )
     if len(found) < len(names):
         raise PruneError(f"attach: the optimizer does not hold the gates: {remedy}.")
+
+
+def check_state(state: dict[str, Any], own: dict[str, Any]) -> None:
+    """A state to go on from, beside the one of the pruner that is to take it over."""
+    missing = own.keys() - state.keys()
+    if missing:
+        raise PruneError(
+            f"load_state_dict: the state has no {sorted(missing)[0]!r}: give what "
+            f"pruner.state_dict() returned. Nothing was changed."
+        )
+    sizes = [{name: len(alpha) for name, alpha in s["alpha"].items()} for s in (state, own)]
+    if sizes[0] != sizes[1] or bool((state["present"].cpu() & ~own["present"]).any()):
+        raise PruneError(
+            "load_state_dict: the state has other groups than this model; build the Pruner with "
+            "the same fresh model, example, keep=[...], rules={...} and norms."
+        )
+    if state["settings"] != own["settings"]:
+        raise PruneError(
+            f"load_state_dict: the state is of a run with {state['settings']}, this pruner has "
+            f"{own['settings']}; build it with the same settings."
+        )
 
 
 def check_finite(gates: dict[str, nn.Parameter], flat: Tensor) -> None:

@@ -42,7 +42,6 @@ from ..gates import gate_value
 from ..groups import WHOLE, Plan
 from ..place import place
 from ..proof import count_macs
-from ..schedule import Schedule
 from ..settings import check_settings
 from ..surgery import plain, shrink
 from ..trace import trace
@@ -435,7 +434,7 @@ def check(method: str, limits: Limits) -> None:
     if method != "gdp" and "lam" in limits:
         raise PruneError(f"--lam is a number of our method; give {method} a budget.")
     wanted: dict[str, float | None] = {key: limits.get(key) for key in ("macs", "params")}
-    check_settings(wanted, limits.get("lam"), 1, 1, None, Schedule(), ())
+    check_settings(wanted, limits.get("lam"), steps=1)
 
 
 def prune(run: Run, baseline: nn.Module, method: str = "gdp", **limits: float) -> dict[str, Any]:
