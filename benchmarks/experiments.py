@@ -26,6 +26,7 @@ from polarprune.experiments.recipes import RECIPES
 
 ROOT = Path(__file__).parent.parent
 KEPT = ("card.json", "log.jsonl")
+BASELINE = "baseline.safetensors"
 
 
 class Experiment(NamedTuple):
@@ -42,30 +43,34 @@ class Experiment(NamedTuple):
     lam: float = 0.0  # instead of a budget
     change: tuple[str, ...] = ()  # of the recipe
     start: str = ""
+    keeps: bool = False  # its baseline, in results/: others start from the same
 
     @property
     def kind(self) -> str:
         """Of its data."""
         return RECIPES[self.recipe].data
 
-    def arguments(self, data: str, runs: Path, name: str) -> list[str]:
-        base = runs / (self.after or name) / "baseline.safetensors"
+    def arguments(self, data: str, given: argparse.Namespace, name: str) -> list[str]:
         goal = [part for key in ("macs", "lam") if getattr(self, key)
                 for part in (f"--{key}", str(getattr(self, key)))]  # fmt: skip
         if self.start:
-            goal += ["--start", str(runs / self.start / "baseline.safetensors")]
+            goal += ["--start", str(baseline(self.start, given))]
         changes = [f"tune_epochs={self.tune}", *self.change]
         return [
             "train", self.recipe, "--data", data, *goal, "--seed", str(self.seed),
-            "--method", self.method, "--out", str(runs / name), "--baseline", str(base),
+            "--method", self.method, "--out", str(given.runs / name),
+            "--baseline", str(baseline(self.after or name, given)),
             *(part for change in changes for part in ("--set", change)),
         ]  # fmt: skip
+
+
+COMMON = "baseline-resnet56"
 
 
 def short(*change: str, **options: Any) -> Experiment:
     """An ablation: a few epochs from the baseline of the table, without a teacher."""
     changes = (f"epochs={SHORT}", "distill=0", *change)
-    usual = {"after": "resnet56-47-seed0", "change": changes}
+    usual = {"after": COMMON, "change": changes}
     return Experiment(
         "resnet56", **{"macs": 0.0 if "lam" in options else 0.4665, **usual, **options}
     )
@@ -79,9 +84,10 @@ STARTS = (0.02, 0.05, 0.1, 0.2, 0.5)  # of ε
 ALPHAS = (1.0, 0.5, 0.25)
 VOC = (38, 23, 12, 5)  # percent, near the paper's
 EXPERIMENTS = {
+    COMMON: Experiment("resnet56", keeps=True),
     **{
         f"resnet56-47-seed{seed}": Experiment(
-            "resnet56", 0.4665, seed, tune=TUNED, ships="" if seed else "resnet56-47"
+            "resnet56", 0.4665, seed, ships="" if seed else "resnet56-47"
         )
         for seed in range(3)
     },
@@ -90,9 +96,9 @@ EXPERIMENTS = {
     "mobilenetv2-54": Experiment("mobilenetv2", 0.5378, ships="mobilenetv2-54"),
     **{
         f"resnet56-47-{method}": Experiment(
-            "resnet56", 0.4665, method=method, after="resnet56-47-seed0", tune=TUNED
+            "resnet56", 0.4665, method=method, after=COMMON, tune=TUNED
         )
-        for method in METHODS
+        for method in ("gdp", *METHODS)
     },
     "voc-backbone": Experiment("deeplab_backbone"),
     **{
@@ -139,15 +145,21 @@ def needs(name: str) -> str:
     return EXPERIMENTS[name].after or EXPERIMENTS[name].start
 
 
-def ready(name: str, runs: Path) -> bool:
-    return not needs(name) or (runs / needs(name) / "baseline.safetensors").exists()
+def baseline(name: str, given: argparse.Namespace) -> Path:
+    """Where an experiment's is, or will be."""
+    kept: Path = given.results / name / BASELINE
+    return kept if kept.exists() else given.runs / name / BASELINE
+
+
+def ready(name: str, given: argparse.Namespace) -> bool:
+    return not needs(name) or baseline(needs(name), given).exists()
 
 
 def start(name: str, given: argparse.Namespace) -> "subprocess.Popen[str]":
     folder = given.runs / name
     folder.mkdir(parents=True, exist_ok=True)
     experiment = EXPERIMENTS[name]
-    arguments = experiment.arguments(given.folders[experiment.kind], given.runs, name)
+    arguments = experiment.arguments(given.folders[experiment.kind], given, name)
     changes = [part for change in given.set for part in ("--set", change)]
     with (folder / "output.txt").open("a") as output:
         return subprocess.Popen(
@@ -160,7 +172,7 @@ def keep(name: str, given: argparse.Namespace) -> None:
     """Into results/ and zoo/."""
     folder, kept = given.runs / name, given.results / name
     kept.mkdir(parents=True, exist_ok=True)
-    for file in KEPT:
+    for file in (*KEPT, BASELINE) if EXPERIMENTS[name].keeps else KEPT:
         if (folder / file).exists():  # a baseline has no card
             shutil.copy(folder / file, kept / file)
     ships = EXPERIMENTS[name].ships
@@ -183,7 +195,7 @@ def run(given: argparse.Namespace) -> int:
                     keep(name, given)
                 failed += process.returncode != 0
                 print(f"{name}: {'done' if process.returncode == 0 else 'failed'}", flush=True)
-        able = [name for name in waiting if ready(name, given.runs)]
+        able = [name for name in waiting if ready(name, given)]
         if waiting and not able and not running:
             print(f"no baseline for {', '.join(waiting)}", flush=True)
             return 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -556,6 +557,8 @@ def test_experiments_run_one_after_the_other_and_leave_cards_and_models(
     few = {
         "b": experiments.Experiment("resnet20", 0.4, after="a"),
         "a": experiments.Experiment("resnet20", 0.5, seed=1, tune=1, ships="net-50"),
+        "common": experiments.Experiment("resnet20", keeps=True),
+        "c": experiments.Experiment("resnet20", 0.6, after="common"),
         "other": experiments.Experiment("resnet20", 0.5, after="nothing"),
     }
     monkeypatch.setattr(experiments, "EXPERIMENTS", few)
@@ -576,6 +579,10 @@ def test_experiments_run_one_after_the_other_and_leave_cards_and_models(
     assert shipped["sha256"] == cards["a"]["sha256"] and (tmp_path / shipped["log"]).exists()
     assert found["recipe"] == shipped["recipe"]
     assert experiments.main([*given, "--set=epochs=none", "a"]) == 1  # what fails is counted
+    assert experiments.main([*given, "common"]) == 0
+    assert (tmp_path / "results/common/baseline.safetensors").exists()
+    shutil.rmtree(tmp_path / "runs")  # what was kept is enough to start from
+    assert experiments.main([*given, "c"]) == 0
 
 
 def test_the_experiments_are_those_of_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
