@@ -26,6 +26,7 @@ from polarprune.experiments.recipes import RECIPES
 
 ROOT = Path(__file__).parent.parent
 KEPT = ("card.json", "log.jsonl")
+KEPT_OF_BASELINE = ("run.json", "log.jsonl")
 BASELINE = "baseline.safetensors"
 
 
@@ -44,6 +45,7 @@ class Experiment(NamedTuple):
     change: tuple[str, ...] = ()  # of the recipe
     start: str = ""
     keeps: bool = False  # its baseline, in results/: others start from the same
+    hold_out: int = 0  # training images that are scored instead of the test set
 
     @property
     def kind(self) -> str:
@@ -55,6 +57,8 @@ class Experiment(NamedTuple):
                 for part in (f"--{key}", str(getattr(self, key)))]  # fmt: skip
         if self.start:
             goal += ["--start", str(baseline(self.start, given))]
+        if self.hold_out:
+            goal += ["--hold-out", str(self.hold_out)]
         changes = [f"tune_epochs={self.tune}", *self.change]
         return [
             "train", self.recipe, "--data", data, *goal, "--seed", str(self.seed),
@@ -109,6 +113,16 @@ EXPERIMENTS = {
         for percent in VOC
     },
     "style-48": Experiment("stylenet", 0.48),
+    **{  # to choose numbers by
+        f"held-out-mobilenetv2-{lr}-{decay}-{cutout}": Experiment(
+            "mobilenetv2", hold_out=5000,
+            change=(f"baseline_epochs={2 * SHORT}", f"baseline_lr={lr}", f"weight_decay={decay}",
+                    f"cutout={cutout}"),
+        )
+        for lr, decay, cutout in (
+            (0.2, 0.0001, 8), (0.2, 0.0001, 16), (0.2, 0.0002, 16), (0.4, 0.0001, 16),
+        )
+    },
     "ablation-reference": short("scored=1"),
     "ablation-scratch": short("baseline_epochs=0", after=""),
     "ablation-sweeps3": short("schedule.sweeps=3"),
@@ -172,10 +186,12 @@ def keep(name: str, given: argparse.Namespace) -> None:
     """Into results/ and zoo/."""
     folder, kept = given.runs / name, given.results / name
     kept.mkdir(parents=True, exist_ok=True)
-    for file in (*KEPT, BASELINE) if EXPERIMENTS[name].keeps else KEPT:
-        if (folder / file).exists():  # a baseline has no card
+    done = EXPERIMENTS[name]
+    files = KEPT if done.macs or done.lam else KEPT_OF_BASELINE
+    for file in (*files, BASELINE) if done.keeps else files:
+        if (folder / file).exists():  # a baseline that is kept is not trained again
             shutil.copy(folder / file, kept / file)
-    ships = EXPERIMENTS[name].ships
+    ships = done.ships
     if ships:
         given.zoo.mkdir(parents=True, exist_ok=True)
         file = given.zoo / f"{ships}.safetensors"

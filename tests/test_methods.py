@@ -528,6 +528,22 @@ def test_results_are_means_over_seeds_beside_the_papers(tmp_path: Path) -> None:
     assert "3 on a machine (torch 2.13.0): 3.0 hours" in page
 
 
+def test_what_was_held_out_is_a_table_of_what_differs(tmp_path: Path) -> None:
+    for decay, score in ((1e-4, 0.93), (2e-4, 0.94)):
+        folder = tmp_path / "results" / f"held-out-{decay}"
+        folder.mkdir(parents=True)
+        numbers = dataclasses.asdict(recipe("mobilenetv2", weight_decay=decay, baseline_epochs=60))
+        (folder / "run.json").write_text(json.dumps({**numbers, "hold_out": 5000}))
+        rows = [{"stage": "baseline", "accuracy": s} for s in (0.5, score)]
+        (folder / "log.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    page, _ = made(tmp_path)
+    held = page.split("held-out images\n")[1].split("## How")[0]
+    assert "MobileNetV2, 60 epochs, 5,000 images held out:" in held
+    table = [line for line in held.splitlines() if line.startswith("|")]
+    assert table[0] == "| weight_decay | accuracy |"
+    assert table[2:] == ["| 0.0002 | 94.00 |", "| 0.0001 | 93.00 |"]
+
+
 def test_runs_by_other_recipes_are_not_mixed(tmp_path: Path) -> None:
     stored(tmp_path, "a", (0.93, 0.94, 0.94))
     stored(tmp_path, "b", (0.93, 0.95, 0.95), epochs=100)

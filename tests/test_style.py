@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -86,6 +86,14 @@ def test_weights_of_a_vgg_without_norms_fit_too() -> None:
     x = torch.zeros(1, 3, 32, 32) + 255 * torch.tensor(style.MEAN)[:, None, None]
     seen = Features(whole.state_dict())(x)
     assert seen[3].allclose(whole.features[:23](torch.zeros(1, 3, 32, 32)), atol=1e-5)
+
+
+def test_a_pruned_vgg_sees_too() -> None:
+    file = Path(__file__).parent.parent / "zoo" / "vgg16-31.safetensors"
+    whole = rebuilt(file)[0].eval()
+    x = torch.zeros(1, 3, 32, 32) + 255 * torch.tensor(style.MEAN)[:, None, None]
+    seen = Features(load_file(str(file)))(x)
+    assert seen[3].allclose(whole.features[:33](torch.zeros(1, 3, 32, 32)), atol=1e-5)  # type: ignore[operator]
 
 
 def test_how_often_features_occur_together() -> None:

@@ -187,7 +187,7 @@ def train(
                 bar.update(task, visible=False)
                 _rehearsed(run.rehearse(dry_run, **(given or {"macs": 0.5})))
                 return
-            run.claim({"method": method, "budget": given})
+            run.claim({"method": method, "budget": given, "hold_out": hold_out})
             model = run.baseline(baseline, start)
             if not given:
                 console.print(f"baseline: {found.shown(run.score(model))}", markup=False)

@@ -23,7 +23,7 @@ from .voc import MEAN, STD, pixels
 
 SIDE = 256  # pixels
 _CONTENT, _STYLE = 1e5, 1e10  # weights of the two losses, as in PyTorch's example
-_WIDTHS = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512))  # of VGG-16, up to relu4_3
+_LEVELS = (2, 2, 3, 3)  # convolutions of VGG-16 between poolings, up to relu4_3
 _CONTENT_LEVEL = 1  # relu2_2
 
 
@@ -68,7 +68,7 @@ def _conv(wide: int, width: int, size: int, stride: int = 1) -> list[nn.Module]:
 
 
 class Features(nn.Module):
-    """What a trained VGG-16 sees: after relu1_2, relu2_2, relu3_3 and relu4_3."""
+    """What a trained VGG-16, whole or pruned, sees: after relu1_2, relu2_2, relu3_3, relu4_3."""
 
     mean: Tensor
     std: Tensor
@@ -78,24 +78,16 @@ class Features(nn.Module):
         normed = "features.1.running_mean" in weights
         layers: list[nn.Module] = []
         self.ends: list[int] = []
-        wide = 3
-        for level in _WIDTHS:
-            for width in level:
+        for level in _LEVELS:
+            for _ in range(level):
+                width, wide = _part(weights, f"features.{len(layers)}.weight").shape[:2]
                 layers += [nn.Conv2d(wide, width, 3, padding=1)]
                 layers += [nn.BatchNorm2d(width)] if normed else []
                 layers += [nn.ReLU()]
-                wide = width
             self.ends.append(len(layers))
             layers.append(nn.MaxPool2d(2))
         self.features = nn.Sequential(*layers)
-        own = {name: weights.get(name) for name in self.state_dict()}
-        missing = [name for name, tensor in own.items() if tensor is None]
-        if missing:
-            raise PruneError(
-                f"--data style: features.safetensors has no {missing[0]}. It has to hold the "
-                f"weights of a VGG-16 as torchvision names them (features.0.weight, ...)."
-            )
-        self.load_state_dict(own)
+        self.load_state_dict({name: _part(weights, name) for name in self.state_dict()})
         self.eval().requires_grad_(False)
         for name, numbers in (("mean", MEAN), ("std", STD)):
             self.register_buffer(name, torch.tensor(numbers)[:, None, None], persistent=False)
@@ -107,6 +99,15 @@ class Features(nn.Module):
             start = end
             found.append(x.float())
         return found
+
+
+def _part(weights: dict[str, Tensor], name: str) -> Tensor:
+    if name not in weights:
+        raise PruneError(
+            f"--data style: features.safetensors has no {name}. It has to hold the weights of a "
+            f"VGG-16 as torchvision names them (features.0.weight, ...)."
+        )
+    return weights[name]
 
 
 def gram(x: Tensor) -> Tensor:
