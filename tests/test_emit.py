@@ -365,7 +365,7 @@ CASES = {
     "pad": conv(Pad, 10, {"0.0": 8, "1.body": 2}, "1"),
     "scale": conv(Scale, 8, {"0.0": 8}, "1"),
     "odd": conv(Odd, 8, {"0.0": 8}, "1", size=7),
-    "assign": conv(Assign, 10, {"0.0": 8}, whole=dict.fromkeys(("1.a", "1.b"), PART)),
+    "assign": conv(Assign, 10, {"0.0": 8}, whole={"1.a": PART, "1.b": "meets a tensor"}),
     "rows": conv(Rows, 8, {"0.0": 8}),
     "einsum": conv(Mixed, 10, {"0.0": 8, "1": 10}),
     "modes": conv(Modes, 8, {"0.0": 8}, "1"),

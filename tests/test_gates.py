@@ -16,6 +16,7 @@ from polarprune.gates import GatedWeight, gate_value
 from polarprune.place import install
 
 EPSILONS = [0.1, 1e-3, 5e-8, 6e-11]
+IMAGE, DIGIT = torch.randn(2, 3, 16, 16), torch.randn(2, 1, 8, 8)
 
 
 def gate_with(alpha: Tensor, eps: float = 0.1) -> pp.Gate:
@@ -112,7 +113,7 @@ def open_gates(name: str) -> tuple[nn.Module, nn.Module, pp.trace, dict[str, pp.
     graph = pp.trace(model, example)
     plain = model.double()
     gated = copy.deepcopy(plain)
-    gates = install(gated, graph)
+    gates = install(gated, graph, (example[0].double(),))
     for gate in gates.values():
         nn.init.uniform_(gate.alpha, -1, 1)
         with torch.no_grad():
@@ -165,7 +166,7 @@ def gated_modules(model: nn.Module) -> set[str]:
 
 def test_gates_stand_before_every_merging_layer_and_before_no_depthwise_one() -> None:
     model = mobilenetv2_small().eval()
-    install(model, pp.trace(model, torch.randn(2, 3, 16, 16)))
+    install(model, pp.trace(model, IMAGE), IMAGE)
     layers = {n: m for n, m in model.named_modules() if isinstance(m, (nn.Conv2d, nn.Linear))}
     depthwise = {n for n, m in layers.items() if getattr(m, "groups", 1) > 1}
     assert len(depthwise) == 8
@@ -174,7 +175,7 @@ def test_gates_stand_before_every_merging_layer_and_before_no_depthwise_one() ->
 
 def test_only_weights_are_gated_and_each_once() -> None:
     model = mobilenetv2_small().eval()
-    install(model, pp.trace(model, torch.randn(2, 3, 16, 16)))
+    install(model, pp.trace(model, IMAGE), IMAGE)
     for name in gated_modules(model):
         lists = model.get_submodule(name).parametrizations
         assert list(lists) == ["weight"]
@@ -183,7 +184,7 @@ def test_only_weights_are_gated_and_each_once() -> None:
 
 def test_residual_branches_share_one_gate() -> None:
     model = digits_resnet(width=8).eval()
-    gates = install(model, pp.trace(model, torch.randn(2, 1, 8, 8)))
+    gates = install(model, pp.trace(model, DIGIT), DIGIT)
 
     def gate_of(name: str) -> pp.Gate:
         (gate,) = model.get_submodule(name).parametrizations.weight[0].gates
@@ -201,14 +202,14 @@ def test_gates_add_one_alpha_for_each_channel_and_nothing_else() -> None:
     model = digits_resnet(width=8).eval()
     before = sum(p.numel() for p in model.parameters())
     graph = pp.trace(model, torch.randn(2, 1, 8, 8))
-    install(model, graph)
+    install(model, graph, DIGIT)
     assert sum(p.numel() for p in model.parameters()) == before + graph.units
 
 
 def test_gates_of_a_half_precision_model_are_kept_in_float32() -> None:
     model, example = NETS["mlp"]()
     graph = pp.trace(model, example)
-    gates = install(model.bfloat16(), graph)
+    gates = install(model.bfloat16(), graph, (example[0].bfloat16(),))
     assert {gate.alpha.dtype for gate in gates.values()} == {torch.float32}
     assert model(example[0].bfloat16()).dtype == torch.bfloat16
 

@@ -19,8 +19,8 @@ MODELS = [
     "transformers/gpt2", "transformers/llama", "transformers/t5", "transformers/mixtral",
     "transformers/whisper", "transformers/detr", "rnn/lstm_text", "rnn/gru_speech",
 ]  # fmt: skip
-# A shuffle ties channels to cycles; recurrent layers stay whole.
-NOT_LOW = {"torchvision/shufflenet_v2_x0_5", "rnn/lstm_text", "rnn/gru_speech"}
+# A shuffle ties channels to cycles.
+NOT_LOW = {"torchvision/shufflenet_v2_x0_5"}
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -167,7 +167,7 @@ def test_heads_that_share_a_key_go_one_by_one() -> None:
     whole = {
         "0": "layer norm mixes channels",
         "2.k": "product of two sets of channels",
-        "2.v": "no layer merges these channels",
+        "2.v": "lies on one axis with other channels",
         "3": OUTPUT,
     }
     inputs = (torch.randn(2, 7, 5).double(),)

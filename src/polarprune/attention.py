@@ -20,13 +20,14 @@ class Attention(nn.Module):
     v_proj_weight: Tensor
     _qkv_same_embed_dim = False  # keeps torch's encoder layers off their fused path
 
-    def __init__(self, old: nn.MultiheadAttention, heads: int) -> None:
+    def __init__(self, old: nn.MultiheadAttention, heads: list[int]) -> None:
         super().__init__()
         for name in ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
             self.register_parameter(name, getattr(old, name))
         self.register_parameter("in_proj_bias", old.in_proj_bias)
         self.out_proj = old.out_proj
-        self.num_heads, self.head_dim = heads, old.head_dim
+        self.num_heads, self.head_dim = len(heads), old.head_dim
+        self.kept_heads = heads  # of those that there were
         self.embed_dim, self.batch_first, self.dropout = old.embed_dim, old.batch_first, old.dropout
 
     def forward(
@@ -83,8 +84,8 @@ class Attention(nn.Module):
         total: Tensor | None = None
         if attn_mask is not None:
             total = _added(attn_mask, q)
-            if total.dim() == 3:  # one for every head of the original: the same for all, or none
-                total = total.reshape(q.shape[0], -1, *total.shape[1:])[:, :1]
+            if total.dim() == 3:  # one for every head of the original
+                total = total.reshape(q.shape[0], -1, *total.shape[1:])[:, self.kept_heads]
         if padding is not None:
             pad = _added(padding, q).reshape(q.shape[0], 1, 1, -1)
             total = pad if total is None else total + pad

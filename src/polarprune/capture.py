@@ -33,7 +33,7 @@ from .emit import (
     nothing_lost,
 )
 from .errors import PruneError
-from .tape import Example, as_call, open_attention, untouched
+from .tape import Example, as_call, opened, untouched
 
 
 def captured(model: nn.Module, example: Example, paths: Iterable[str]) -> dict[str, Emission]:
@@ -55,12 +55,12 @@ def captured(model: nn.Module, example: Example, paths: Iterable[str]) -> dict[s
     found: dict[str, Emission] = {}
     args, kwargs = as_call(example)
     try:
-        with untouched(model, False), open_attention():
+        with untouched(model, False), opened(model):
             model(*args, **kwargs)
     finally:
         for handle in handles:
             handle.remove()
-    with untouched(model, False), open_attention():  # as if the run before had not been
+    with untouched(model, False), opened(model):  # as if the run before had not been
         for path, call in calls.items():
             several = len(forms[path]) > 1
             emission = None if several else capture(model.get_submodule(path), *call)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from .errors import PruneError
-from .surgery import OTHER_MODEL, RECIPE, Recipe, apply, check_shapes
+from .surgery import RECIPE, Recipe, apply
 from .tape import copied, named_tensors
 
 _KEY = "polarprune"
@@ -37,6 +37,8 @@ def save(model: nn.Module, path: str | Path, *, card: dict[str, Any] | None = No
     aliases: dict[str, str] = {}
     seen: dict[Any, str] = {}
     for name, tensor in model.state_dict().items():
+        if not isinstance(tensor, Tensor):
+            raise PruneError(f"save: {name} is no tensor (get_extra_state); files hold only these.")
         place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
         if tensor.numel() and place in seen:
             aliases[name] = seen[place]
@@ -44,13 +46,17 @@ def save(model: nn.Module, path: str | Path, *, card: dict[str, Any] | None = No
             seen[place] = name
             tensors[name] = tensor.detach().contiguous().clone()
     content = {"version": _VERSION, "recipe": recipe, "aliases": aliases, "card": card or {}}
-    save_file(tensors, str(path), metadata={_KEY: json.dumps(content)})
+    try:
+        save_file(tensors, str(path), metadata={_KEY: json.dumps(content)})
+    except (OSError, TypeError, KeyError, ValueError, SafetensorError) as error:
+        raise PruneError(f"save: {path} cannot be written: {error!r}.") from error
 
 
 def load(path: str | Path, *, model: nn.Module) -> nn.Module:
     """The saved small model, built on `model`: a fresh instance of the original class."""
+    if not isinstance(model, nn.Module):
+        raise PruneError(f"load: model={model!r}; give an instance, as model=Net().")
     recipe, aliases = _read(_content(path), path)
-    check_shapes(model, recipe.shapes, OTHER_MODEL)
     small = apply(copied(model), recipe)
     tensors = load_file(str(path))
     tensors.update({name: tensors[same] for name, same in aliases.items()})

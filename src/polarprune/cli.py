@@ -31,7 +31,7 @@ from .settings import check_settings
 from .trace import trace
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-console = Console()
+console = Console(emoji=False)
 
 
 @app.callback()
@@ -51,6 +51,10 @@ def demo(
     """Prune a small residual network on handwritten digits while it trains."""
     start = time.perf_counter()
     try:
+        if out.exists() and not out.is_dir():
+            raise PruneError(f"--out {out}: that is a file; give a folder.")
+        if epochs < 1:
+            raise PruneError(f"--epochs {epochs}: at least one.")
         check_settings({"macs": macs}, None, epochs)
         settings = Settings(budget=macs, epochs=epochs, seed=seed)
         with _bar() as bar:
@@ -167,8 +171,13 @@ def train(
         if given:
             methods.check(method, given)
         own = {} if seed is None else {"seed": seed}
-        wanted = recipe(network, **_changes(change or []), **own)
+        wanted = recipe(network, **{**_changes(change or []), **own})
         found = open_data(data, wanted)
+        if not 0 <= hold_out < found.counts[0] or dry_run < 0:
+            raise PruneError(
+                f"--hold-out {hold_out}, --dry-run {dry_run}: give numbers from 0 on, and hold out "
+                f"fewer than the {found.counts[0]:,} examples there are to learn from."
+            )
         found = found.held_out(hold_out) if hold_out else found
         here = _device(device)
         with joined(here) as here, _bar() as bar:
@@ -188,11 +197,12 @@ def train(
                 _rehearsed(run.rehearse(dry_run, **(given or {"macs": 0.5})))
                 return
             run.claim({"method": method, "budget": given, "hold_out": hold_out})
-            model = run.baseline(baseline, start)
+            done = run.finished() if given else None
+            model = run.fresh() if done else run.baseline(baseline, start)
             if not given:
                 console.print(f"baseline: {found.shown(run.score(model))}", markup=False)
                 return
-            card = methods.prune(run, model, method, **given)
+            card = done or methods.prune(run, model, method, **given)
     except PruneError as error:
         _fail(error)
     for row in card["table"]:
@@ -290,6 +300,8 @@ def _inputs(shapes: list[str]) -> tuple[torch.Tensor, ...]:
 
 
 def _device(name: str) -> str:
+    if name.partition(":")[0] not in ("", "cpu", "cuda"):
+        raise PruneError(f"--device {name}: give cpu or cuda.")
     gpu = torch.cuda.is_available()
     if name.startswith("cuda") and not gpu:
         raise PruneError(f"--device {name}: there is no GPU that torch can use here.")
@@ -306,10 +318,11 @@ def bench(
     runs: Annotated[int, typer.Option(help="of each model, in turn")] = 60,
 ) -> None:
     """Measure how long a model takes, and pruned ones beside it."""
-    if threads:
-        torch.set_num_threads(threads)
     try:
         device = _device(device)
+        if threads < 0:
+            raise PruneError(f"--threads {threads}: a number from 0 on.")
+        torch.set_num_threads(threads or torch.get_num_threads())
         if runs < 1:
             raise PruneError(f"--runs {runs}: at least one.")
         models = {model.rpartition(":")[2]: _made(model).to(device)}
@@ -351,13 +364,15 @@ def report(
         found = Report.from_json(file.read_text(encoding="utf-8"))
         if html:
             html.write_text(found.to_html(), encoding="utf-8")
-    except (PruneError, OSError, ValueError, TypeError) as error:
+    except PruneError as error:
         _fail(error)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        _fail(PruneError(f"{file}: not the report.json of a run ({error})."))
     if not html:
         console.print(str(found), soft_wrap=True, markup=False)
 
 
 def _fail(error: Exception) -> None:
-    Console(stderr=True).print(f"{type(error).__name__}: {error}", style="red", markup=False,
-                              soft_wrap=True)  # fmt: skip
+    console = Console(stderr=True, emoji=False)
+    console.print(f"{type(error).__name__}: {error}", style="red", markup=False, soft_wrap=True)
     raise typer.Exit(1)

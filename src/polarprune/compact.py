@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .computed import is_gated
 from .errors import PruneError
 from .gates import Gate
 from .groups import Graph, Plan, stays
 from .place import place
-from .surgery import RECIPE, Recipe, cut_copy, is_gated, selected, write_recipe
+from .surgery import RECIPE, Recipe, cut_copy, selected, write_recipe
 from .tape import copied, named_tensors
 
 
@@ -51,6 +52,11 @@ class Rebuild:
         self.bare, self.graph = bare, graph
         self.before, self.after = before, graph.settle(after)
         self.recipe = write_recipe(bare, graph, plan_of(graph, self.after))
+        if self.graph.computed and not torch.equal(self.after, self.before):
+            raise PruneError(
+                f"compact: {graph.computed[0]} is computed from other parameters, which cannot be "
+                f"cut while they learn. Nothing was changed; train on without compact()."
+            )
         both = sorted(self.recipe.rewired.keys() & graph.weights.keys())
         if both:
             raise PruneError(
@@ -252,6 +258,6 @@ class _Takeover:
             if path in self.recipe.rewired or path in self.recipe.vanished:
                 vars(kept).pop("forward", None)  # a method that it chose
             for key in self.recipe.attributes.get(path, {}):
-                setattr(kept, key, getattr(new, key))
+                vars(kept)[key] = getattr(new, key)
         vars(target)["_modules"] = merged
         return target

@@ -10,6 +10,7 @@ import builtins
 import functools
 import math
 import operator
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -71,7 +72,8 @@ def form_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 @contextmanager
 def nothing_lost(module: nn.Module, busy: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """Raises where the module's code, run inside to be written down, does what no graph holds:
-    it switches gradients or autocast, calls a torch.autograd.Function, or leaves something on self.
+    it switches gradients or autocast, calls a torch.autograd.Function, throws Python's dice, or
+    leaves something on self.
 
     A table that it looks for first, and makes only if it is not there, is no loss: it is made anew.
     While `busy()` other code runs (that of children), which is not written down.
@@ -81,6 +83,7 @@ def nothing_lost(module: nn.Module, busy: Callable[[], bool] = lambda: False) ->
     held: list[Any] = [(x, x.copy()) for key, x in vars(module).items()
                        if type(x) in (list, dict) and key[0] != "_"]  # fmt: skip
     own = [(kind, name, vars(kind)[name]) for kind, name in _SWITCHES]
+    dice = random.getstate()
     for kind, name, method in own:
         setattr(kind, name, _refusing(method, busy))
     try:
@@ -91,9 +94,10 @@ def nothing_lost(module: nn.Module, busy: Callable[[], bool] = lambda: False) ->
             changed = [k for k in {*table, *old} if not _same(table.get(k), old.get(k))]
             lost += [table is not tables[0] or k not in first or _number(table.get(k))
                      for k in changed]  # fmt: skip
-        if any(lost):
-            raise PruneError("code that leaves something on self")
+        if any(lost) or random.getstate() != dice:
+            raise PruneError("code that leaves something on self, or throws dice")
     finally:
+        random.setstate(dice)
         for kind, name, method in own:
             setattr(kind, name, method)
         for table, old in (*before, *held):
@@ -167,8 +171,25 @@ def with_forward(module: nn.Module, emission: Emission) -> nn.Module:
 def with_method(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
     family = type(module)
     vars(module).pop("forward", None)  # a method that it chose would come before its class
-    module.__class__ = type(family.__name__, (family,), {"forward": forward})
+
+    def set_unless_baked(self: nn.Module, name: str, value: Any) -> None:
+        known = numbers_in(self)
+        if name in known and value != known[name]:
+            raise PruneError(
+                f"{family.__name__}.{name} = {value!r}: the code of this module was re-emitted "
+                f"when it was cut, with {known[name]!r}, and would go on with that. Set it before."
+            )
+        family.__setattr__(self, name, value)
+
+    methods = {"forward": forward, "__setattr__": set_unless_baked}
+    module.__class__ = type(family.__name__, (family,), methods)
     return module
+
+
+def numbers_in(module: nn.Module) -> dict[str, Any]:
+    """Plain values that a module holds, which its code may read."""
+    kinds = (bool, int, float, str)
+    return {k: v for k, v in vars(module).items() if isinstance(v, kinds) and k != "training"}
 
 
 def compiled(graph: fx.Graph) -> Callable[..., Any]:

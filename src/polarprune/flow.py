@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .labels import Labels, support
 from .tape import Op, Tape, Value
 
 Rule = Callable[["Flow", Op], None]
+_FILLS = ("zero_", "fill_", "bernoulli_", "uniform_", "normal_", "random_")
 
 
 @dataclass(eq=False)
@@ -50,6 +52,7 @@ class Flow:
     rules: Mapping[Any, Rule]
     default: Rule
     contractions: list[Contraction] = field(default_factory=list)
+    looked_up: list[Tensor] = field(default_factory=list)  # channels that embeddings make
     # numbers that count channels: where, of which layer, along which axis
     baked: list[tuple[Op, Tensor, int]] = field(default_factory=list)
     # a layer that varies along several axes, and one along some of these: decided at the end
@@ -64,11 +67,15 @@ class Flow:
     _weights: set[Value] = field(default_factory=set)  # parameters that were moved about
 
     def run(self, tape: Tape) -> None:
-        for op in tape.that_matter:
+        matter = set(tape.that_matter)
+        for op in tape.ops:
             rule = self.rules.get(op.func) or self.rules.get(op.func._overloadpacket)
+            # What comes of the others is not looked at: they have to run, that is all.
+            self.labels.binding = op in matter
             (rule or self.default)(self, op)
-            if op.func._schema.is_mutable:
+            if op.func._schema.is_mutable and torch.Tag.inplace_view not in op.func.tags:
                 self._written(op)
+        self.labels.binding = True
         for value in tape.outputs:
             self.freeze(value, "part of the model's output")
         for value in tape.told:
@@ -79,6 +86,11 @@ class Flow:
         target: Any = op.args[0]
         base = target.base if isinstance(target, Value) else None
         if base is None or math.prod(target.shape) == math.prod(base.shape):
+            others = op.inputs()[1:]
+            alike = torch.Tag.pointwise in op.func.tags and all(map(self.uniform, others))
+            if isinstance(target, Value) and op.name not in _FILLS and not alike:
+                own = (target, base)
+                self._uniform -= {v for v in self._uniform if v in own or v.base in own[:1]}
             return
         if not any(self.layers(value) for value in op.inputs()[1:]):
             self._uniform -= {value for value in self._uniform if base in (value, value.base)}
@@ -109,10 +121,24 @@ class Flow:
     def on(self, value: Any, axis: int) -> Tensor | None:
         """The layer that varies along this axis, joined along all its other axes."""
         axis %= max(len(value.shape), 1)
-        for layer in self.layers(value):
-            if axis in support(layer):
-                return self.labels.flatten_onto(layer, (axis,)).flatten()
-        return None
+        found = [layer for layer in self.layers(value) if axis in support(layer)]
+        if not found:
+            return None
+        layer = found[0] if len(found) == 1 else self._main(found)
+        return self.labels.flatten_onto(layer, (axis,)).flatten()
+
+    def _main(self, layers: list[Tensor]) -> Tensor:
+        """Of labels flattened into one axis, the first that a layer makes; the others stay."""
+        root = self.labels.roots()
+        open_ones = self.labels.reasons(root)[0] < 0
+        made = torch.zeros_like(open_ones)
+        for vector in (v for item in self.contractions if item.sites for v in item.makes):
+            made[root[vector]] = True
+        first = next((x for x in layers if bool((made & open_ones)[root[x]].any())), layers[0])
+        for layer in layers:
+            if layer is not first:
+                self.labels.freeze(layer, "lies on one axis with other channels")
+        return first
 
     def weigh(self, op: Op, layer: Tensor) -> bool:
         """Note that a mean over these channels is to be weighted, if that is wanted."""
@@ -132,5 +158,5 @@ class Flow:
     def pure(self, value: Any) -> bool:
         """True for a parameter, moved about at most: scaling it scales what is computed with it."""
         if value.name:
-            return ".parametrizations." not in value.name
+            return True
         return value in self._weights

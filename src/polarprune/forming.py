@@ -93,7 +93,7 @@ def build(tapes: Sequence[Tape], flow: Flow, held: Mapping[str, str]) -> Graph:
     root = flow.labels.roots()
     reasons = flow.labels.reasons(root)
     consumed = _site_axes(flow)
-    produced = _factor_axes(flow) - consumed
+    produced = _made_axes(flow)
     families = [
         (where, units)
         for where, units in _families(flow.labels, root)
@@ -111,15 +111,42 @@ def build(tapes: Sequence[Tape], flow: Flow, held: Mapping[str, str]) -> Graph:
                 group.offset, offset = offset, offset + group.size
                 position[members] = torch.arange(group.offset, offset)
             groups[group.name] = group
+    uneven = _uneven(flow, groups, position[root])
+    if uneven:
+        return build(tapes, flow, {**held, **uneven})
     return _graph(tapes, flow, groups, position[root], consumed)
+
+
+def _uneven(flow: Flow, groups: Mapping[str, Group], units: Tensor) -> dict[str, str]:
+    """Groups whose units occur differently in an operation, as a slice of a weight makes them."""
+    open_ones = [group for group in groups.values() if not group.frozen]
+    sizes = torch.tensor([group.size for group in open_ones], dtype=torch.long)
+    owner = torch.arange(len(sizes)).repeat_interleave(sizes)
+    whole = {(axis.start, axis.size) for axis in flow.labels.axes}
+    found: dict[str, str] = {}
+    for item in flow.contractions:
+        for labels in item.factors:
+            first, last = int(labels[0]), int(labels[-1])
+            if (first, labels.numel()) in whole and last - first == labels.numel() - 1:
+                continue  # an axis of a weight: there they are alike
+            mine = units[labels]
+            counts = torch.bincount(mine[mine != WHOLE], minlength=len(owner))
+            none = counts.new_zeros(len(sizes))
+            low = none.scatter_reduce(0, owner, counts, "amin", include_self=False)
+            high = none.scatter_reduce(0, owner, counts, "amax", include_self=False)
+            for number in (low != high).nonzero().flatten().tolist():
+                why = f"some of its channels cost more than others in {item.op.where}"
+                found[open_ones[number].name] = why
+    return found
 
 
 def _site_axes(flow: Flow) -> set[int]:
     return _axes_with(flow.labels, [site for item in flow.contractions for site in item.sites])
 
 
-def _factor_axes(flow: Flow) -> set[int]:
-    return _axes_with(flow.labels, [f for item in flow.contractions for f in item.factors])
+def _made_axes(flow: Flow) -> set[int]:
+    made = [vector for item in flow.contractions for vector in item.makes]
+    return _axes_with(flow.labels, [*made, *flow.looked_up])
 
 
 def _axes_with(labels: Labels, vectors: list[Tensor]) -> set[int]:
@@ -201,7 +228,8 @@ def _group(
     def owner(number: int) -> str:
         return module_of(axes[number].tensor) or axes[number].tensor
 
-    producers = [owner(i) for i, _ in where if i in produced]
+    makers = [i for i, _ in where if i in produced]
+    producers = [owner(i) for i in makers if i not in consumed] or [owner(i) for i in makers]
     consumers = [owner(i) for i, _ in where if i in consumed]
     base = (producers or consumers)[0]
     name, number = base, 2

@@ -7,9 +7,11 @@ consumers and the same price.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -65,6 +67,9 @@ class Graph:
     weighted: dict[str, Emission] = field(default_factory=dict, repr=False)
     unknown: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    # what modules with re-emitted code held when they were traced
+    held: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
+    computed: list[str] = field(default_factory=list, repr=False)  # weights, by parametrizations
     # module -> attributes of it that hold a width, and where in the module that width occurs
     numbers: dict[str, dict[str, Place]] = field(default_factory=dict, repr=False)
     rewired: dict[str, Emission] = field(default_factory=dict, repr=False)  # re-emitted code
@@ -87,12 +92,15 @@ class Graph:
         """One truth value a unit, from a plan; groups it does not name stay whole."""
         alive = torch.ones(self.units, dtype=torch.bool, device="cpu")
         groups = self.open
-        for name, kept in plan.items():
+        if not isinstance(plan, Mapping):
+            raise PruneError(f"plan: {type(plan).__name__} given, where a dict of lists is wanted.")
+        for name, indices in plan.items():
             group = groups.get(name)
             if group is None:
                 raise PruneError(
                     f"plan: there is no open group {name!r}. Open groups: {', '.join(groups)}."
                 )
+            kept = _indices(name, indices)
             if not all(0 <= index < group.size for index in kept):
                 raise PruneError(f"plan: group {name!r} has channels 0 to {group.size - 1} only.")
             alive[group.offset : group.offset + group.size] = False
@@ -258,10 +266,22 @@ def varies(units: Tensor, axis: int) -> bool:
     return bool((units != units.narrow(axis, 0, 1)).any())
 
 
+def _indices(name: str, given: Any) -> list[int]:
+    kept = given.tolist() if hasattr(given, "tolist") else given
+    if not isinstance(kept, Iterable) or isinstance(kept, str):
+        raise PruneError(f"plan: group {name!r} is given {given!r}, where a list is wanted.")
+    found = list(kept)
+    if not all(isinstance(index, Integral) and not isinstance(index, bool) for index in found):
+        raise PruneError(
+            f"plan: group {name!r} is given {str(found[:3])[1:-1]}, …; give the indices of the "
+            f"channels to keep, as [0, 2, 5] (of a mask: mask.nonzero().flatten())."
+        )
+    return [int(index) for index in found]
+
+
 def module_of(tensor: str) -> str:
     """The module that owns a parameter: `layer1.conv.weight` -> `layer1.conv`."""
-    path = tensor.split(".parametrizations.")[0] if ".parametrizations." in tensor else tensor
-    return path.rpartition(".")[0] if path == tensor else path
+    return tensor.rpartition(".")[0]
 
 
 def table(graph: Graph) -> str:

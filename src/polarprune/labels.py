@@ -38,6 +38,7 @@ class Labels:
         self._root = torch.arange(0)
         self._joined: dict[Any, tuple[Tensor, Tensor]] = {}  # by where they lie, kept there
         self._frozen: list[tuple[Tensor, str]] = []
+        self.binding = True  # else nothing is frozen
 
     def fresh(self, size: int) -> Tensor:
         self.count += size
@@ -61,7 +62,8 @@ class Labels:
             self._pairs.append((a * _WIDE + b).flatten())
 
     def freeze(self, layer: Tensor, reason: str) -> None:
-        self._frozen.append((compress(layer).flatten(), reason))
+        if self.binding:
+            self._frozen.append((compress(layer).flatten(), reason))
 
     def flatten_onto(self, layer: Tensor, axes: tuple[int, ...]) -> Tensor:
         """Join along all axes but these, and give the layer back as it varies along these only."""

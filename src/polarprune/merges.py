@@ -67,6 +67,14 @@ def window(flow: Flow, op: Op) -> None:
         flow.set(out, kept)
 
 
+def unpool(flow: Flow, op: Op) -> None:
+    """Every channel back to the places it came from."""
+    source, places = (flow.on(value, len(value.shape) - 1 - _space(op)) for value in op.args[:2])
+    if source is not None and places is not None:
+        flow.labels.join(source, places)
+    window(flow, op)
+
+
 def _space(op: Op) -> int:
     name = op.name
     return next(k for k in (1, 2, 3) if f"{k}d" in name)
@@ -144,7 +152,7 @@ def layer_norm(flow: Flow, op: Op) -> None:
         for value in op.args[2:4]
         for layer in flow.layers(value)
     ]
-    if len(mixed) == 1 and flow.weigh(op, mixed[0]):
+    if len(mixed) == len(normed) == 1 and flow.weigh(op, mixed[0]):
         for layer in scales:
             flow.labels.join(layer, mixed[0])
     else:
@@ -271,6 +279,24 @@ def matmul(flow: Flow, op: Op) -> None:
             merge(flow, list(layers), layer)
 
 
+def matvec(flow: Flow, op: Op) -> None:
+    """mv, addmv, dot: the last axis of one operand against a vector; either may be the weight."""
+    *bias, left, right = op.args[:3] if "add" in op.name else op.args[:2]
+    weight, source = (right, left) if flow.pure(right) else (left, right)
+    heads = len(source.shape) == 2 and _of_heads(flow, source)
+    incoming, inner = (None if heads else flow.on(source, -1)), flow.on(weight, -1)
+    if heads and inner is not None:
+        flow.labels.freeze(inner, f"reads a part of every head in {op.where}")
+    rows = flow.on(left, 0) if len(left.shape) == 2 else None
+    _meet(flow, op, incoming, inner, weight, [rows if weight is left else None])
+    if weight is right and rows is not None:
+        flow.contractions[-1].factors.append(rows)
+    flow.set(op.outs[0], [] if rows is None else [rows])
+    for value in bias:
+        for layer in flow.layers(value):
+            merge(flow, list(flow.layers(op.outs[0])), layer)
+
+
 def _of_heads(flow: Flow, value: Value) -> bool:
     """True if rows and columns both vary: heads that share a weight, and that go as a whole."""
     axes = {len(value.shape) - 2, len(value.shape) - 1}
@@ -344,6 +370,7 @@ def attention(flow: Flow, op: Op) -> None:
             merge(flow, merged, layer)
     mask = op.kwargs.get("attn_mask", op.kwargs.get("attn_bias"))
     for layer in flow.layers(mask):
+        layer = layer.reshape((1,) * (dim - layer.dim()) + tuple(layer.shape))
         if dim - 3 in support(layer):
             merge(flow, merged, layer)
     _attend(flow, op, op.outs[0], [layer for layer in merged if support(layer) == (dim - 3,)])
@@ -368,6 +395,8 @@ def _meet(
 ) -> None:
     """Incoming channels against the input axis of a weight: joined, and a place for a gate."""
     outers = [vector for vector in outer if vector is not None]
+    if incoming is None and any(flow.uniform(v) for v in op.inputs() if v is not weight):
+        incoming = inner  # zeros to begin with: as many as are wanted
     if inner is None or incoming is None:
         for vector in (inner, incoming):
             if vector is not None:

@@ -191,6 +191,15 @@ def view(flow: Flow, op: Op) -> None:
     _moved(flow, op, source, [moved])
 
 
+def shuffle(flow: Flow, op: Op) -> None:
+    """Channels of every group in turn: groups stay as wide as one another."""
+    movement(flow, op)
+    for layer in flow.layers(op.args[0]):
+        if 1 in support(layer):
+            rows = layer.unflatten(1, (op.args[1], -1))
+            flow.labels.join(rows, rows.narrow(1, 0, 1))
+
+
 def split(flow: Flow, op: Op) -> None:
     """Pieces of equal size stay of equal size, so that `chunk(2)` finds the same boundary again."""
     source = op.args[0]
@@ -221,7 +230,8 @@ def cat(flow: Flow, op: Op) -> None:
             else:
                 merge(flow, crossing, layer)
         pieces.append(piece)
-    if any(piece is not None for piece in pieces):
+    alike = [flow.uniform(part) for part in parts]
+    if any(piece is not None for piece in pieces) or (any(alike) and not all(alike)):
         crossing.append(_lay_side_by_side(flow, op, parts, pieces, axis))
     for part in parts:
         if not flow.uniform(part):
@@ -359,7 +369,11 @@ def pick_along(flow: Flow, op: Op) -> None:
 def embedding(flow: Flow, op: Op) -> None:
     weight, out = op.args[0], op.outs[0]
     vector = flow.on(weight, 1)
-    flow.set(out, [] if vector is None else [along(vector, len(out.shape) - 1, len(out.shape))])
+    if vector is None:
+        flow.set(out, [])
+        return
+    flow.looked_up.append(vector)
+    flow.set(out, [along(vector, len(out.shape) - 1, len(out.shape))])
 
 
 def create(flow: Flow, op: Op) -> None:
@@ -388,3 +402,4 @@ def write(flow: Flow, op: Op) -> None:
         flow.set(base, flow.layers(source))
     else:
         flow.freeze(source, f"written into part of another tensor in {op.where}")
+        flow._uniform -= {value for value in flow._uniform if base in (value, value.base)}

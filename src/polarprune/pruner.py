@@ -6,6 +6,8 @@ import copy
 import time
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from .budget import Budget
 from .compact import Pace, Rebuild, check_held, gates_in, plan_of, skeleton
+from .computed import baked
 from .controller import Controller
 from .errors import PruneError
 from .flow import Rule
@@ -26,17 +29,21 @@ from .proof import check_macs, example_for, prove_cut, prove_equal
 from .report import Report
 from .schedule import Schedule
 from .settings import (
+    check_done,
     check_finite,
     check_gates,
+    check_known,
     check_optimizers,
     check_prunable,
     check_settings,
     check_state,
+    check_unchanged,
+    check_weights,
 )
 from .stepper import Stepper
 from .surgery import plain, shrink
 from .tape import Example, copied
-from .trace import survey
+from .trace import changed, survey
 
 _CONTROLS = 400  # how often the host looks at the gates during a run, at most
 _BINS = 20
@@ -87,9 +94,8 @@ class Pruner:
         self.model, self.example = model, example_inputs
         self.lam, self.steps, self.schedule = lam, steps, schedule
         self.multiple_of = multiple_of
-        self.graph: Graph = survey(
-            model, example_inputs, keep=keep, rules=rules, norms=norms, numbers=True
-        )
+        self._survey = partial(survey, keep=keep, rules=rules, norms=norms, numbers=True)
+        self.graph: Graph = self._survey(model, example_inputs)
         check_prunable(self.graph)
         self.budget = Budget(self.graph, limits or {"macs": 0.0}, multiple_of)
         self.limits = limits
@@ -99,9 +105,9 @@ class Pruner:
             self._watch.install(self.budget)
         if limits:
             self.budget.check_reachable()
-        self._bare = skeleton(model)
+        self._bare = skeleton(baked(model))
         self._present = torch.ones(self.graph.units, dtype=torch.bool, device="cpu")
-        self.gates: dict[str, Gate] = install(model, self.graph)
+        self.gates: dict[str, Gate] = install(model, self.graph, example_inputs)
         if limits:
             self._set_speed(self.budget.even_speed())
         self._stepper = Stepper(
@@ -355,9 +361,11 @@ class Pruner:
         DistributedDataParallel, a captured CUDA graph. Compiled models compile again by themselves.
         """
         known = self._optimizers(optimizer)
+        check_known(known, self.step_count)
         rebuild = Rebuild(self._bare, self.graph, self._present, self._flat().cpu() != 0)
         if torch.equal(rebuild.after, rebuild.before):
             return
+        check_unchanged(changed(self.graph, self.model))
         if known:
             check_held(self.model, known, "compact(optimizer=[...])")
         for one in known:
@@ -371,8 +379,9 @@ class Pruner:
         self._take_out(rebuild, known, others)
 
     def _optimizers(self, more: Optimizer | Iterable[Optimizer] = ()) -> list[Optimizer]:
-        given = [more] if isinstance(more, Optimizer) else list(more)
+        given = list(more) if isinstance(more, Iterable) else [more]
         found = [one for one in (self._optimizer, *self._others, *given) if one is not None]
+        check_optimizers(found)
         return list(dict.fromkeys(found))
 
     def _checked(self, rebuild: Rebuild, copies: Iterable[nn.Module]) -> list[nn.Module]:
@@ -408,7 +417,8 @@ class Pruner:
         """What is left of a gated model, without gates."""
         small = plain(gated)
         if bool(self._present.all()):
-            return shrink(small, self.graph, self.plan())
+            graph = self._survey(small, self._here()) if changed(self.graph, small) else self.graph
+            return shrink(small, graph, self.plan())
         Rebuild(self._bare, self.graph, self._present, self._flat().cpu() != 0)(small)
         return small
 
@@ -417,7 +427,10 @@ class Pruner:
     def export(self, verify: bool = True) -> nn.Module:
         """A new, plain, small model, proved equal to the gated one, which stays as it is."""
         check_finite(dict(self._named_alphas()), self._flat())
-        self._check_done()
+        check_weights(self.model)
+        share = self.graph.cost.share(self._widths())
+        deadline = self.schedule.deadline(self.steps) if not self.landed else 0
+        check_done(self.limits, share, self.step_count, self.steps, deadline)
         small = self._cut(self.model)
         if verify:
             example = self._here()
@@ -438,34 +451,12 @@ class Pruner:
         weights = [p for p in self.model.parameters() if p.is_floating_point()]
         return next((p for p in weights if id(p) not in mine), self._flat())
 
-    def _check_done(self) -> None:
-        taken = f"{self.step_count} of {self.steps} steps were taken"
-        share = self.graph.cost.share(self._widths())
-        now = ", ".join(f"{key} {share[key]:.3f} (budget {limit})"
-                        for key, limit in self.limits.items())  # fmt: skip
-        remedy = (
-            "Train on; is pruner.attach(optimizer) called, and steps set to the number of "
-            "optimizer steps that are really taken?"
-        )
-        if self.limits and not self.landed:
-            raise PruneError(
-                f"export: the budget is not met yet: {now}; {taken}, and it is met at step "
-                f"{self.schedule.deadline(self.steps)}. {remedy}"
-            )
-        if not self.limits and self.step_count < self.steps:
-            raise PruneError(f"export: {taken}. {remedy}")
-        exact = {key: limit for key, limit in self.limits.items() if key != "latency"}
-        if any(share[key] > limit for key, limit in exact.items()):
-            raise PruneError(
-                f"export: the budget is not met: {now}, though {taken}. The gates were changed "
-                f"from outside after they had closed: load the pruner's own state too."
-            )
-
     def state_dict(self) -> dict[str, Any]:
         """What is needed to resume exactly, beside the model's and the optimizer's own state."""
         sizes = [group.size for group in self.graph.open.values()]
         return {
             "settings": self._settings(),
+            "schedule": asdict(self.schedule),
             "step": self.step_count,
             "landed": self.landed,
             "controller": self._controller.state(),

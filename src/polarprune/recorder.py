@@ -32,7 +32,7 @@ from .tape import (
     as_call,
     name_of,
     named_tensors,
-    open_attention,
+    opened,
     tells,
     tensors_in,
     untouched,
@@ -104,6 +104,9 @@ class _Recorder(TorchDispatchMode):
         outs = [self.value(out)] if isinstance(out, Tensor) else self.values(out)
         if func is _FRESH and out.numel() < _SMALL:
             named_args[0].data = _copied(out)
+        if torch.Tag.inplace_view in func.tags:  # the same tensor has another shape now
+            outs = [self._know(out, _value(out))]
+            outs[0].base = named_args[0].root
         if _gives_views(func):
             for value in outs:  # ATen's views are all of their first argument
                 value.base = value.base or named_args[0].base or named_args[0]
@@ -288,7 +291,7 @@ def attempt(
         handles.append(module.register_forward_pre_hook(_enter(recorder, name)))
         handles.append(module.register_forward_hook(_leave(recorder), always_call=True))
     try:
-        with untouched(model, training), open_attention(), recorder, _Watch(recorder):
+        with untouched(model, training), opened(model), recorder, _Watch(recorder):
             recorder.tape.outputs = recorder.values(tensors_in(model(*args, **kwargs)))
     except Exception as error:
         failed = error

@@ -20,7 +20,9 @@ from .merges import (
     group_norm,
     layer_norm,
     matmul,
+    matvec,
     reduction,
+    unpool,
     window,
 )
 from .moves import (
@@ -41,6 +43,7 @@ from .moves import (
     restride,
     roll,
     same,
+    shuffle,
     slide,
     split,
     stack,
@@ -63,7 +66,7 @@ def by_tag(flow: Flow, op: Op) -> None:
     labelled = [value for value in op.inputs() if flow.layers(value)]
     for value in labelled:
         flow.freeze(value, f"channels cannot be followed through {op.func} in {op.where}")
-    if labelled:
+    if labelled and flow.labels.binding:
         flow.unknown.setdefault(str(op.func), op.where)
 
 
@@ -81,12 +84,13 @@ def _table() -> dict[Any, Rule]:
         view: "view _unsafe_view reshape flatten unflatten",
         expand: "expand",
         movement: "permute transpose t unsqueeze squeeze select unbind pixel_shuffle "
-        "pixel_unshuffle channel_shuffle repeat flip movedim swapaxes native_channel_shuffle "
+        "pixel_unshuffle repeat flip movedim swapaxes transpose_ swapaxes_ t_ squeeze_ unsqueeze_ "
         "repeat_interleave",
         cut: "slice split_with_sizes",
         roll: "roll",
         slide: "unfold",
         restride: "as_strided as_strided_",
+        shuffle: "channel_shuffle native_channel_shuffle",
         split: "split unsafe_split",
         cat: "cat",
         stack: "stack",
@@ -95,7 +99,7 @@ def _table() -> dict[Any, Rule]:
         put: "index_put index_put_ _index_put_impl_",
         add_rows: "index_add index_add_",
         pick_along: "index_select",
-        embedding: "embedding",
+        embedding: "embedding _embedding_bag _embedding_bag_forward_only",
         create: "zeros ones full empty rand randn new_zeros new_ones new_full new_empty "
         "scalar_tensor",
         create_like: "zeros_like ones_like full_like empty_like rand_like randn_like",
@@ -111,6 +115,7 @@ def _table() -> dict[Any, Rule]:
         "_upsample_nearest_exact1d _upsample_nearest_exact3d _upsample_bilinear2d_aa "
         "_upsample_bicubic2d_aa _upsample_lanczos2d_aa reflection_pad1d reflection_pad2d "
         "reflection_pad3d replication_pad1d replication_pad2d replication_pad3d",
+        unpool: "max_unpool2d max_unpool3d",
         glu: "glu",
         channel_norm: "native_batch_norm _native_batch_norm_legit cudnn_batch_norm "
         "_batch_norm_with_update _native_batch_norm_legit_no_training _batch_norm_no_update",
@@ -118,6 +123,7 @@ def _table() -> dict[Any, Rule]:
         layer_norm: "native_layer_norm _fused_rms_norm",
         convolution: "convolution cudnn_convolution",
         matmul: "mm addmm bmm baddbmm",
+        matvec: "mv addmv dot vdot",
         attention: "_scaled_dot_product_flash_attention_for_cpu "
         "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
         "_scaled_dot_product_cudnn_attention "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
@@ -60,10 +61,10 @@ def _whole(number: Any) -> bool:
 
 def check_prunable(graph: Graph) -> None:
     if not graph.open:
-        reasons = dict.fromkeys(g.reason for g in graph.groups.values()) or ["there are none"]
+        reasons = dict.fromkeys([*graph.notes, *(g.reason for g in graph.groups.values())])
         raise PruneError(
             "no prunable channels: every group stays whole ("
-            + "; ".join(list(reasons)[:3])
+            + ("; ".join(list(reasons)[:3]) or "there are none")
             + "). Print polarprune.trace(model, example) for the whole list."
         )
 
@@ -72,7 +73,7 @@ def check_optimizers(given: Iterable[Any]) -> None:
     for one in given:
         if not isinstance(one, Optimizer):
             raise PruneError(
-                f"attach: {type(one).__name__} is not a torch.optim.Optimizer; attach to the raw "
+                f"attach: {type(one).__name__} is not a torch.optim.Optimizer; give the raw "
                 f"optimizer inside it."
             )
 
@@ -97,6 +98,9 @@ def check_gates(
     for group in optimizer.param_groups:
         held = {id(p) for p in group["params"]} & set(names)
         found |= held
+        if held and len(group["params"]) > len(held):
+            warnings.warn("attach: gates are in one parameter group with weights, and will learn "
+                          f"faster than they should; {remedy}.", stacklevel=3)  # fmt: skip
         if held and group.get("weight_decay", 0) != 0:
             raise PruneError(
                 f"attach: gates (for one, of {names[min(held)]}) are in a parameter group with "
@@ -108,6 +112,11 @@ def check_gates(
 
 def check_state(state: dict[str, Any], own: dict[str, Any]) -> None:
     """A state to go on from, beside the one of the pruner that is to take it over."""
+    if not isinstance(state, dict):
+        raise PruneError(
+            f"load_state_dict: {state!r}; give what pruner.state_dict() returned (a file of it has "
+            f"to be read first: torch.load)."
+        )
     missing = own.keys() - state.keys()
     if missing:
         raise PruneError(
@@ -120,11 +129,12 @@ def check_state(state: dict[str, Any], own: dict[str, Any]) -> None:
             "load_state_dict: the state has other groups than this model; build the Pruner with "
             "the same fresh model, example, keep=[...], rules={...} and norms."
         )
-    if state["settings"] != own["settings"]:
-        raise PruneError(
-            f"load_state_dict: the state is of a run with {state['settings']}, this pruner has "
-            f"{own['settings']}; build it with the same settings."
-        )
+    for key in ("settings", "schedule"):
+        if state[key] != own[key]:
+            raise PruneError(
+                f"load_state_dict: the state is of a run with {key} {state[key]}, this pruner has "
+                f"{own[key]}; build it with the same."
+            )
 
 
 def check_finite(gates: dict[str, nn.Parameter], flat: Tensor) -> None:
@@ -134,4 +144,53 @@ def check_finite(gates: dict[str, nn.Parameter], flat: Tensor) -> None:
             f"{bad[0]}: its gate has become NaN or infinite ({len(bad)} groups). The training has "
             f"diverged: lower the learning rate or clip gradients, and start again from the last "
             f"checkpoint."
+        )
+
+
+def check_known(optimizers: list[Optimizer], steps: int) -> None:
+    if steps and not optimizers:
+        raise PruneError(
+            "compact: the optimizer is not known, and would go on with the state of the old "
+            "shapes: give it, as compact(optimizer=...). Nothing was changed."
+        )
+
+
+def check_done(
+    limits: dict[str, float], share: dict[str, float], step: int, steps: int, deadline: int
+) -> None:
+    """`deadline` is the step at which a budget will be met, or 0 if it has been."""
+    taken = f"{step} of {steps} steps were taken"
+    now = ", ".join(f"{key} {share[key]:.3f} (budget {limit})" for key, limit in limits.items())
+    remedy = (
+        "Train on; is pruner.attach(optimizer) called, and steps set to the number of optimizer "
+        "steps that are really taken?"
+    )
+    if limits and deadline:
+        raise PruneError(
+            f"export: the budget is not met yet: {now}; {taken}, and it is met at step "
+            f"{deadline}. {remedy}"
+        )
+    if not limits and step < steps:
+        raise PruneError(f"export: {taken}. {remedy}")
+    if any(share[key] > limit for key, limit in limits.items() if key != "latency"):
+        raise PruneError(
+            f"export: the budget is not met: {now}, though {taken}. The gates were changed from "
+            f"outside after they had closed: load the pruner's own state too."
+        )
+
+
+def check_weights(model: nn.Module) -> None:
+    bad = [name for name, p in model.named_parameters() if not bool(p.isfinite().all())]
+    if bad:
+        raise PruneError(
+            f"export: {bad[0]} has values that are NaN or infinite ({len(bad)} weights do). The "
+            f"training has diverged: go back to a checkpoint before that."
+        )
+
+
+def check_unchanged(names: list[str]) -> None:
+    if names:
+        raise PruneError(
+            f"compact: {names[0]} is another number than when the model was traced, and code that "
+            f"is re-emitted would go on with that. Nothing was changed; train on without compact()."
         )

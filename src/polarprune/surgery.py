@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import batchnorm, conv, instancenorm, padding, pooling
-from torch.nn.utils import parametrize
 
 from .attention import Attention
 from .blocks import Edit, owner_of, take_out, vanishing, write_down
+from .computed import bake, baked, is_gated, parametrized
 from .emit import compiled, decode, encode, with_forward, with_method
 from .errors import PruneError
 from .groups import Graph, Plan, module_of, stays
@@ -43,9 +43,10 @@ class Recipe:
     constants: list[str] = field(default_factory=list)  # layers with nothing to read or to make
     identities: list[str] = field(default_factory=list)  # norms and the like over no channels
     hollow: list[str] = field(default_factory=list)  # pools and the like over no channels
-    heads: dict[str, int] = field(default_factory=dict)  # attention that lost heads
+    heads: dict[str, list[int]] = field(default_factory=dict)  # of attention that lost some
     rewired: dict[str, Any] = field(default_factory=dict)  # code that bakes in widths, re-emitted
     vanished: dict[str, list[Edit]] = field(default_factory=dict)  # blocks with closed branches
+    computed: list[str] = field(default_factory=list)  # weights that become plain ones
 
     def to_json(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -57,12 +58,15 @@ def shrink(model: nn.Module, graph: Graph, plan: Plan) -> nn.Module:
     `plan` maps group names to the indices of the channels to keep; any method can make it.
     Groups that it does not name stay whole.
     """
+    alive = graph.alive(plan)
     for name, group in graph.open.items():
-        if len(plan.get(name, range(group.size))) < group.minimum:
+        left = int(alive[group.offset : group.offset + group.size].sum())
+        if left < group.minimum:
             raise PruneError(
-                f"{name}: the plan keeps {len(plan[name])} channels, but at least "
-                f"{group.minimum} must stay, or the input no longer reaches the output."
+                f"{name}: the plan keeps {left} channels, but at least {group.minimum} must stay, "
+                f"or the input no longer reaches the output."
             )
+    model = baked(model)
     return cut_copy(model, write_recipe(model, graph, plan))
 
 
@@ -70,7 +74,7 @@ def write_recipe(model: nn.Module, graph: Graph, plan: Plan) -> Recipe:
     """All decisions; `apply` has none left."""
     check_shapes(model, graph.shapes, "The graph belongs to another model; trace this one.")
     alive = graph.settle(graph.alive(plan))
-    recipe = Recipe()
+    recipe = Recipe(computed=list(graph.computed))
     known: dict[int, list[int]] = {}  # many axes share their units
     for name, tensor in named_tensors(model):
         for axis, units in graph.axes.get(name, {}).items():
@@ -131,11 +135,9 @@ def _describe(path: str, module: nn.Module, recipe: Recipe) -> None:
     """Attributes of the modules that torch has; others read the sizes of their tensors."""
     if isinstance(module, nn.MultiheadAttention):
         rows = _kept_rows(path, module, recipe)
-        recipe.heads[path] = rows // module.head_dim
+        recipe.heads[path] = list(dict.fromkeys(row // module.head_dim for row in rows))
         return
     changed = recipe.attributes.setdefault(path, {})
-    if not type(module).__module__.startswith("torch.nn."):
-        changed.update(_numbers(path, module, recipe))
     for attribute, size in _sizes(path, module, recipe).items():
         changed[attribute] = size
         if size == 0 and isinstance(module, (conv._ConvNd, nn.Linear)):
@@ -152,29 +154,11 @@ def _normalises_one_axis(module: nn.Module) -> bool:
     return isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and len(module.normalized_shape) == 1
 
 
-def _numbers(path: str, module: nn.Module, recipe: Recipe) -> dict[str, int]:
-    """Whole numbers that a user's module holds and that are a width of its own parameters.
-
-    Taken only where a number stands for one new width; the trial in `trace` has the last word.
-    """
-    widths: dict[int, set[int]] = {}
-    for name in module._parameters:
-        stem = f"{path}.{name}" if path else name
-        for axis, kept in recipe.slices.get(stem, {}).items():
-            widths.setdefault(recipe.shapes[stem][int(axis)], set()).add(len(kept))
-    return {
-        key: next(iter(widths[value]))
-        for key, value in vars(module).items()
-        if type(value) is int and len(widths.get(value, ())) == 1
-    }
-
-
-def _kept_rows(path: str, module: nn.MultiheadAttention, recipe: Recipe) -> int:
-    """How many channels of the queries are left."""
-    packed, single = f"{path}.in_proj_weight", f"{path}.q_proj_weight"
-    if packed in recipe.slices:
-        return len(recipe.slices[packed].get("0", range(3 * module.embed_dim))) // 3
-    return len(recipe.slices.get(single, {}).get("0", range(module.embed_dim)))
+def _kept_rows(path: str, module: nn.MultiheadAttention, recipe: Recipe) -> list[int]:
+    """Which channels of the queries are left."""
+    name = f"{path}.in_proj_weight" if module._qkv_same_embed_dim else f"{path}.q_proj_weight"
+    rows = recipe.slices.get(name, {}).get("0", range(module.embed_dim))
+    return [row for row in rows if row < module.embed_dim]
 
 
 def _describe_bare_norm(path: str, module: nn.Module, width: int | None, recipe: Recipe) -> None:
@@ -195,10 +179,7 @@ def _sizes(path: str, module: nn.Module, recipe: Recipe) -> dict[str, Any]:
 
     def kept(tensor: str, axis: int, before: int) -> list[int]:
         stem = f"{path}.{tensor}" if path else tensor
-        for name in (stem, f"{path}.parametrizations.{tensor}.original"):
-            if str(axis) in recipe.slices.get(name, {}):
-                return recipe.slices[name][str(axis)]
-        return list(range(before))
+        return recipe.slices.get(stem, {}).get(str(axis), list(range(before)))
 
     def now(tensor: str, axis: int, before: int) -> int:
         return len(kept(tensor, axis, before))
@@ -232,7 +213,7 @@ def _sizes(path: str, module: nn.Module, recipe: Recipe) -> dict[str, Any]:
         return {"num_features": now(tensor, 0, module.num_features)}
     if isinstance(module, nn.PReLU):
         return {"num_parameters": now("weight", 0, module.num_parameters)}
-    if isinstance(module, nn.Embedding):
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return {"embedding_dim": now("weight", 1, module.embedding_dim)}
     return {}
 
@@ -268,6 +249,7 @@ def _incoming(path: str, graph: Graph, alive: Tensor) -> int | None:
 
 def apply(model: nn.Module, recipe: Recipe) -> nn.Module:
     """Carry out a recipe on this model, in place."""
+    bake(model, recipe.computed)
     check_shapes(model, recipe.shapes, OTHER_MODEL)
     replaced = _pieces(model, recipe)
     for module in model.modules():
@@ -314,8 +296,24 @@ def _reform(model: nn.Module, recipe: Recipe) -> nn.Module:
     _replace(model, recipe.hollow, lambda old, _: Hollow(old))
     for path in sorted({*recipe.rewired, *recipe.vanished}, reverse=True):  # the root comes last
         _remake(model.get_submodule(path), recipe.rewired.get(path), recipe.vanished.get(path, []))
+    _leave_fused_path(model)
     setattr(model, RECIPE, recipe.to_json())
     return model
+
+
+def _leave_fused_path(model: nn.Module) -> None:
+    """torch's encoders have one for eval mode, which wants its own modules inside."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            parts = (module.linear1, module.linear2)
+            ours = not isinstance(module.self_attn, nn.MultiheadAttention)
+            if ours or any(isinstance(part, Constant) for part in parts):
+                module.activation_relu_or_gelu = 0
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            layers = [x for x in module.layers if isinstance(x, nn.TransformerEncoderLayer)]
+            if not all(layer.activation_relu_or_gelu for layer in layers):
+                module.use_nested_tensor = False
 
 
 def _remake(module: nn.Module, graphs: dict[str, Any] | None, edits: list[Edit]) -> None:
@@ -411,20 +409,9 @@ def spread(gates: Tensor, units: Tensor, axis: int, dim: int) -> Tensor:
 
 
 def plain(model: nn.Module) -> nn.Module:
-    """A copy without gates: they are multiplied into the weights.
-
-    torch's `remove_parametrizations` edits the class, which the copy shares with the original.
-    """
+    """A copy without gates: they are multiplied into the weights."""
     model = copied(model)
-    gated = [
-        (module, tensor, getattr(module, tensor).detach().clone())
-        for module in model.modules()
-        if parametrize.is_parametrized(module)
-        for tensor, parts in module.parametrizations.items()  # type: ignore[operator,union-attr]
-        if is_gated(parts)
-    ]
-    for module, tensor, value in gated:
-        _fold_in(module, tensor, value)
+    bake(model, [name for name, _, _, parts in parametrized(model) if is_gated(parts)])
     unweigh(model)
     drop_hooks(model)
     return model
@@ -436,25 +423,3 @@ def drop_hooks(model: nn.Module) -> None:
         for key in [key for key, hook in hooks.items() if getattr(hook, "is_gate", False)]:
             del hooks[key]
             model._forward_hooks_always_called.pop(key, None)
-
-
-def is_gated(module: nn.Module) -> bool:
-    return any(getattr(part, "is_gate", False) for part in module.modules())
-
-
-def _fold_in(module: nn.Module, tensor: str, value: Tensor) -> None:
-    lists: Any = module.parametrizations
-    original = lists[tensor].original
-    original.data = value
-    del lists[tensor]
-    family = type(module)
-    rest = {key: item for key, item in vars(family).items() if key != tensor}
-    if len(lists):
-        module.__class__ = type(family.__name__, family.__bases__, rest)
-    else:
-        module.__class__ = family.__bases__[0]
-        del module._modules["parametrizations"]
-    table: Any = module._parameters if isinstance(original, nn.Parameter) else module._buffers
-    others = dict(table)
-    table.clear()
-    table.update({tensor: original, **others})  # where it stood: weights come first

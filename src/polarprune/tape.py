@@ -7,10 +7,13 @@ channels is `rules`' job. `recorder` writes it.
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from operator import is_
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -165,9 +168,39 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
                     memo.setdefault(id(leaf), leaf.detach().clone())
                 elif isinstance(leaf, torch.jit.ScriptFunction):
                     memo[id(leaf)] = leaf
-    return copy.deepcopy(model, memo)
+    new = copy.deepcopy(model, memo)
+    for module in new.modules():
+        _rebind(vars(module), memo)
+    return new
 
 
+def _rebind(held: dict[Any, Any], memo: dict[int, Any]) -> None:
+    """Functions, such as hooks, that know parts of a model are to know those of its copy."""
+    for key, value in held.items():
+        if isinstance(value, FunctionType) and (value.__closure__ or value.__defaults__):
+            held[key] = _rebound(value, memo)
+        elif isinstance(value, dict) and key in _HOOKS:
+            _rebind(value, memo)
+
+
+def _rebound(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
+    try:
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    except ValueError:  # an empty one
+        return function
+    given = function.__defaults__ or ()
+    known = [memo.get(id(value), value) for value in (*cells, *given)]
+    if all(map(is_, known, (*cells, *given))):
+        return function
+    closure, defaults = tuple(map(CellType, known[: len(cells)])), tuple(known[len(cells) :])
+    code, name = function.__code__, function.__name__
+    new = FunctionType(code, function.__globals__, name, defaults or None, closure)
+    new.__kwdefaults__ = function.__kwdefaults__
+    new.__dict__.update(function.__dict__)
+    return new
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
@@ -196,14 +229,19 @@ def untouched(model: nn.Module, training: bool | None = None) -> Iterator[None]:
     ]
     tensors = [tensor for _, tensor in named_tensors(model)]
     memory = [(tensor, tensor.data) for tensor in tensors]
-    buffers = [(t, t.detach().clone()) for t in tensors if not isinstance(t, nn.Parameter)]
+    # a train() of the user's own may write weights, as where low-rank corrections are merged
+    own = any(type(module).train is not nn.Module.train for module in model.modules())
+    kept = [t for t in tensors if own or not isinstance(t, nn.Parameter)]
+    buffers = [(t, t.detach().clone()) for t in kept]
     if training is not None:
         model.train(training)
     gpus = {t.device.index or 0 for t in tensors if t.is_cuda}
+    dice = random.getstate()
     try:
         with torch.random.fork_rng(sorted(gpus)), torch.no_grad():
             yield
     finally:
+        random.setstate(dice)
         for table, entries in attributes:
             table.clear()
             table.update(entries)
@@ -226,14 +264,18 @@ def on_host() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def open_attention() -> Iterator[None]:
-    """Attention in eval mode takes an opaque fused path otherwise."""
+def opened(model: nn.Module) -> Iterator[None]:
+    """Attention in eval mode takes an opaque fused path otherwise, and so do recurrent layers."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
+    fused = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        torch.backends.mkldnn.set_flags(False)
     try:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+        torch.backends.mkldnn.set_flags(fused)
 
 
 def tensors_in(out: Any) -> list[Tensor]:
@@ -245,7 +287,20 @@ def tensors_in(out: Any) -> list[Tensor]:
         for leaf in tree_leaves(waiting.pop(0)):
             if isinstance(leaf, Tensor):
                 found.append(leaf)
-            elif hasattr(leaf, "__dict__") and id(leaf) not in seen and not callable(leaf):
+            elif id(leaf) not in seen and not isinstance(leaf, nn.Module):
                 seen.add(id(leaf))
-                waiting.append(vars(leaf))
+                waiting.append(_inside(leaf))
     return found
+
+
+def _inside(leaf: Any) -> list[Any]:
+    """What an object holds that torch does not take for a container."""
+    if isinstance(leaf, (str, bytes)) or callable(leaf):
+        return list(leaf.values()) if isinstance(leaf, Mapping) else []
+    held = list(getattr(leaf, "__dict__", {}).values())
+    for family in type(leaf).__mro__:
+        slots = vars(family).get("__slots__", ())
+        held += [getattr(leaf, k, None) for k in ([slots] if isinstance(slots, str) else slots)]
+    if isinstance(leaf, Mapping):
+        return [*held, *leaf.values()]
+    return [*held, *leaf] if isinstance(leaf, (list, tuple, set, frozenset)) else held

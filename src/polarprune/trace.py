@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from .blocks import dropped_with, remembering
+from .computed import baked, by_hooks, computed, is_gated
 from .cost import add_extras
+from .emit import numbers_in
 from .errors import PruneError
 from .flow import Rule
 from .groups import WHOLE, Graph, Place, Plan
 from .look import Look
 from .rules import RULES
-from .surgery import is_gated
 from .tape import (
     Example,
     Op,
@@ -66,6 +67,8 @@ def survey(
     """`trace`; with `numbers`, outputs of trial cuts are compared too, before training starts."""
     check_model(model)
     check_example(model, example)
+    names, hooks = computed(model), by_hooks(model)
+    model = baked(model)
     patterns = (keep,) if isinstance(keep, str) else tuple(keep)
     look = Look(model, example, patterns, {**RULES, **(rules or {})}, norms)
     with remembering(), _few_collections():
@@ -73,7 +76,20 @@ def survey(
         closable = [name for name, group in graph.open.items() if not group.minimum]
         with on_host():
             add_extras(model, graph, dropped_with(model, graph, closable))
+    graph.computed = names
+    graph.notes += hooks
+    graph.held = {path: numbers_in(model.get_submodule(path)) for path in graph.rewired}
     return graph
+
+
+def changed(graph: Graph, model: nn.Module) -> list[str]:
+    """Plain numbers that re-emitted code would go on with, though the model has others now."""
+    return [
+        f"{path}.{name}"
+        for path, held in graph.held.items()
+        for name, now in numbers_in(model.get_submodule(path)).items()
+        if name in held and held[name] != now
+    ]
 
 
 @contextmanager
@@ -126,6 +142,8 @@ def check_example(model: nn.Module, example: Example) -> None:
     home = next((tensor.device for _, tensor in named_tensors(model)), None)
     args, kwargs = as_call(example)
     for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor) and not value.numel():
+            raise PruneError("the example inputs are empty: give at least one example of each.")
         if isinstance(value, Tensor) and home is not None and value.device != home:
             raise PruneError(
                 f"the example inputs are on {value.device}, the model is on {home}: move the "

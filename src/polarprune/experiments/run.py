@@ -54,6 +54,11 @@ class Run:
         torch.manual_seed(recipe.seed)
         torch.backends.cudnn.benchmark = True
         self.batches = self.data.stream(recipe)
+        if self.batches.per_epoch < 1:
+            raise PruneError(
+                f"batch={recipe.batch}: there are only {self.data.counts[0]:,} examples to learn "
+                f"from, less than one batch."
+            )
         self.writes = place()[0] == 0  # the other processes of several write nothing
 
     def fresh(self) -> nn.Module:
@@ -80,6 +85,11 @@ class Run:
         if self.writes:
             self.out.mkdir(parents=True, exist_ok=True)
             note.write_text(json.dumps(mine, indent=1) + "\n", "utf-8")
+
+    def finished(self) -> dict[str, Any] | None:
+        """The card, if this run has come to its end before."""
+        file = self.out / "card.json"
+        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
     def baseline(self, file: Path | None = None, start: Path | None = None) -> nn.Module:
         """The network trained as usual: read from a file, or trained and written there.
@@ -325,7 +335,10 @@ def begun(model: nn.Module, file: Path) -> None:
     """Weights from a file into the parts of a model that have the same names and shapes."""
     if not file.exists():
         raise PruneError(f"--start {file}: there is no such file.")
-    found = load_file(str(file))
+    try:
+        found = load_file(str(file))
+    except Exception as error:  # no safetensors
+        raise PruneError(f"--start {file}: it holds no weights ({error}).") from error
     own = model.state_dict()
     fits = {k: v for k, v in found.items() if k in own and own[k].shape == v.shape}
     if not fits:
