@@ -140,3 +140,23 @@ def test_compiled_model_is_counted_without_being_compiled_again():
     found = side_by_side({"compiled": compiled}, torch.randn(5, 3), runs=2, warm_up=1)["compiled"]
     assert (found.macs, found.params) == (5 * 3 * 8, 4 * 8)
     assert torch._dynamo.utils.counters["frames"]["ok"] == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["demo", "--out", "{}/file"], "that is a file"),
+        (["demo", "--epochs", "0"], "--epochs 0: at least one"),
+        (["report", "{}/file"], "this is not what Report.to_json() writes"),
+        (["report", "{}/numbers"], "this is not what Report.to_json() writes"),
+        (["report", "{}/missing"], "not the report.json of a run"),
+        (["bench", "x:y", "--shape", "1,3", "--threads", "-1"], "--threads -1"),
+        (["inspect", "nosuch:x", "--shape", "1,3"], "nosuch:x: it could not be made"),
+    ],
+)
+def test_mistakes_get_one_line(given, said, tmp_path):
+    (tmp_path / "file").write_text("nothing")
+    (tmp_path / "numbers").write_text("[1, 2]")
+    done = CliRunner().invoke(app, [part.format(tmp_path) for part in given])
+    assert done.exit_code == 1 and said in " ".join(done.output.split())
+    assert "PruneError" in done.output and "Traceback" not in done.output

@@ -483,6 +483,52 @@ def test_a_folder_with_another_run_is_refused(tmp_path: Path) -> None:
     assert done.exit_code == 1 and "that is a file" in done.output
 
 
+def test_a_run_that_is_finished_is_not_done_again(tmp_path: Path) -> None:
+    written(tmp_path, "bin")
+    out = tmp_path / "out"
+    start = ["train", "tiny", "--data", f"cifar10:{tmp_path}", "--device", "cpu", "--out", str(out)]
+    start += ["--set", "epochs=1", "--set", "baseline_epochs=1", "--macs", "0.5"]
+    first = runner.invoke(app, start)
+    kept = {file.name: file.read_bytes() for file in out.iterdir()}
+    again = runner.invoke(app, start)
+    assert first.exit_code == again.exit_code == 0
+    assert "after removal" in again.output and "of the MACs" in again.output
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == kept
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--hold-out", "-5"], "--hold-out -5, --dry-run 0: give numbers from 0 on"),
+        (["--hold-out", "100000"], "fewer than the"),
+        (["--dry-run", "-2"], "--dry-run -2"),
+        (["--set", "batch=60000"], "less than one batch"),
+        (["--device", "gpu"], "--device gpu: give cpu or cuda"),
+        (["--start", "{}/text"], "it holds no weights"),
+    ],
+)
+def test_a_training_that_cannot_be_is_not_begun(
+    given: list[str], said: str, tmp_path: Path
+) -> None:
+    written(tmp_path, "bin")
+    (tmp_path / "text").write_text("nothing")
+    out = tmp_path / "out"
+    given = [part.format(tmp_path) for part in given]
+    done = runner.invoke(
+        app, ["train", "tiny", "--data", f"cifar10:{tmp_path}", "--out", str(out), *given]
+    )
+    assert done.exit_code == 1 and said in " ".join(done.output.split())
+    assert not (out / "baseline.safetensors").exists()
+
+
+def test_the_seed_may_be_given_twice(tmp_path: Path) -> None:
+    written(tmp_path, "bin")
+    given = ["train", "tiny", "--data", f"cifar10:{tmp_path}", "--out", str(tmp_path / "out")]
+    given += ["--set", "seed=1", "--seed", "2", "--set", "baseline_epochs=1"]
+    assert runner.invoke(app, given).exit_code == 0
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["seed"] == 2
+
+
 def test_eval_wants_the_data_of_the_network(tmp_path: Path) -> None:
     written(tmp_path, "bin")
     start = ["train", "tiny", "--data", f"cifar10:{tmp_path}", "--device", "cpu"]

@@ -348,20 +348,21 @@ class Pruner:
     def compact(
         self,
         *,
-        optimizer: Optimizer | Iterable[Optimizer] = (),
+        optimizer: Optimizer | Iterable[Optimizer] | None = None,
         copies: Iterable[nn.Module] | None = None,
         verify: bool = True,
     ) -> None:
         """Take out what is closed, in place; training goes on as if nothing had happened, faster.
 
         Parameters stay the objects they are, cut, and so does the state of the optimizers: of those
-        that are attached, and of those given. `copies` are other copies of the gated model that
-        live beside it, such as `torch.optim.swa_utils.AveragedModel` (if not given, those in
-        `pruner.copies`). What was built around the shapes of the model has to be built anew:
-        DistributedDataParallel, a captured CUDA graph. Compiled models compile again by themselves.
+        that are attached, and of those given (`()`: there are none). `copies` are other copies of
+        the gated model that live beside it, such as `torch.optim.swa_utils.AveragedModel` (if not
+        given, those in `pruner.copies`). What was built around the shapes of the model has to be
+        built anew: DistributedDataParallel, a captured CUDA graph. Compiled models compile again by
+        themselves.
         """
         known = self._optimizers(optimizer)
-        check_known(known, self.step_count)
+        check_known(known, optimizer is None and self.step_count > 0)
         rebuild = Rebuild(self._bare, self.graph, self._present, self._flat().cpu() != 0)
         if torch.equal(rebuild.after, rebuild.before):
             return
@@ -378,7 +379,7 @@ class Pruner:
             prove_equal(self.model, trial, self._here(), 1e-10 if double else 1e-4)
         self._take_out(rebuild, known, others)
 
-    def _optimizers(self, more: Optimizer | Iterable[Optimizer] = ()) -> list[Optimizer]:
+    def _optimizers(self, more: Any = ()) -> list[Optimizer]:
         given = list(more) if isinstance(more, Iterable) else [more]
         found = [one for one in (self._optimizer, *self._others, *given) if one is not None]
         check_optimizers(found)

@@ -147,8 +147,8 @@ def check_finite(gates: dict[str, nn.Parameter], flat: Tensor) -> None:
         )
 
 
-def check_known(optimizers: list[Optimizer], steps: int) -> None:
-    if steps and not optimizers:
+def check_known(optimizers: list[Optimizer], wanted: bool) -> None:
+    if wanted and not optimizers:
         raise PruneError(
             "compact: the optimizer is not known, and would go on with the state of the old "
             "shapes: give it, as compact(optimizer=...). Nothing was changed."

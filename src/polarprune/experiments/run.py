@@ -89,7 +89,9 @@ class Run:
     def finished(self) -> dict[str, Any] | None:
         """The card, if this run has come to its end before."""
         file = self.out / "card.json"
-        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+        card = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+        tuned = card and card["recipe"]["tune_epochs"] == self.recipe.tune_epochs
+        return card if tuned else None
 
     def baseline(self, file: Path | None = None, start: Path | None = None) -> nn.Module:
         """The network trained as usual: read from a file, or trained and written there.
