@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -73,6 +74,26 @@ def unpool(flow: Flow, op: Op) -> None:
     if source is not None and places is not None:
         flow.labels.join(source, places)
     window(flow, op)
+
+
+def patches(flow: Flow, op: Op) -> None:
+    """im2col and back: beside every channel stand its neighbours, as many as the kernel has."""
+    source, out = op.args[0], op.outs[0]
+    sizes = op.args[1] if op.name == "im2col" else op.args[2]
+    axis = len(source.shape) - (3 if op.name == "im2col" else 2)
+    for layer in flow.layers(source):
+        if axis not in support(layer):
+            flow.labels.freeze(layer, f"{op.name} mixes channels in {op.where}")
+    channels = flow.on(source, axis)
+    if channels is None:
+        return flow.set(out, [])
+    if op.name == "im2col":
+        channels = channels.repeat_interleave(math.prod(sizes))
+    else:
+        rows = channels.reshape(-1, math.prod(sizes))
+        flow.labels.join(rows, rows[:, :1])
+        channels = rows[:, 0]
+    flow.set(out, [along(channels, axis, len(out.shape))])
 
 
 def _space(op: Op) -> int:

@@ -18,13 +18,16 @@ from .recorder import FORGOTTEN
 from .tape import Example, as_call, copied, named_tensors, opened, tensors_in, untouched
 
 
-class _NoDropout(TorchFunctionMode):
-    """Dropout draws as many numbers as there are elements: off, so that two sizes compare."""
+class _NoDice(TorchFunctionMode):
+    """Dropout and noise draw as many numbers as there are elements, which differ from size to size:
+    dropout is off, and noise is the same everywhere."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _DROPOUTS:
             return args[0] if args else kwargs["input"]
+        if func in _NOISE:
+            return func(*args, **kwargs).fill_(_NOISE[func])
         if func is torch.nn.functional.multi_head_attention_forward:
             kwargs = {**kwargs, "training": False}  # it calls dropout where no mode looks
         if func is torch.nn.functional.scaled_dot_product_attention:
@@ -38,6 +41,17 @@ _DROPOUTS = {
     for space in (torch.nn.functional, torch)
     for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "dropout_",
                  "feature_alpha_dropout", "feature_dropout", "native_dropout")
+    if hasattr(space, name)
+}  # fmt: skip
+
+
+_NOISE: dict[Any, float] = {
+    getattr(space, name): value
+    for name, value in {
+        "rand": 0.75, "rand_like": 0.75, "uniform_": 0.75, "randn": 0.5, "randn_like": 0.5,
+        "normal_": 0.5, "bernoulli": 1.0, "bernoulli_": 1.0, "exponential_": 0.75,
+    }.items()
+    for space in (torch, torch.Tensor)
     if hasattr(space, name)
 }  # fmt: skip
 
@@ -77,7 +91,7 @@ def all_digits() -> Iterator[None]:
 @contextmanager
 def _repeatable(model: nn.Module, training: bool) -> Iterator[None]:
     off = [torch.autocast(kind, enabled=False) for kind in ("cpu", "cuda")]  # the user's may be on
-    with untouched(model, training), _NoDropout(), all_digits(), off[0], off[1]:
+    with untouched(model, training), _NoDice(), all_digits(), off[0], off[1]:
         torch.manual_seed(0)
         looked_at(model)
         yield

@@ -176,9 +176,17 @@ def _fused_attention(query: Any, key: Any, value: Any, *rest: Any, **options: An
     return int(2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1]))
 
 
-# Torch counts attention in whatever kernel, but forgets the fused one for CPUs. Which one runs
-# depends on strides, so that a narrower model may take another.
-FORGOTTEN = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _fused_attention}
+def _with_vector(*shapes: Any, **options: Any) -> int:
+    return int(2 * max(math.prod(shape) for shape in shapes if isinstance(shape, torch.Size)))
+
+
+# Torch counts attention in whatever kernel, but forgets the fused one for CPUs; and products with a
+# matrix, but not with a vector. Which one runs depends on strides and on whether weights learn, so
+# that a narrower model may take another.
+FORGOTTEN = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _fused_attention,
+    **{getattr(torch.ops.aten, name): _with_vector for name in ("mv", "addmv", "dot", "vdot")},
+}
 _FORMULAS = {func: shape_wrapper(formula) for func, formula in FORGOTTEN.items()}
 
 

@@ -21,6 +21,7 @@ from .merges import (
     layer_norm,
     matmul,
     matvec,
+    patches,
     reduction,
     unpool,
     window,
@@ -106,7 +107,7 @@ def _table() -> dict[Any, Rule]:
         fill: "zero_ fill_ bernoulli_ uniform_ normal_ random_",
         reduction: "mean sum amax amin max min var std var_mean std_mean prod any all argmax "
         "argmin norm linalg_vector_norm logsumexp _safe_softmax _softmax _log_softmax cumsum "
-        "sort topk",
+        "sort topk median nanmedian mode kthvalue cummax cummin cumprod logcumsumexp",
         window: "max_pool2d_with_indices max_pool3d_with_indices max_pool1d max_pool2d max_pool3d "
         "avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d "
         "adaptive_avg_pool1d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d "
@@ -114,7 +115,9 @@ def _table() -> dict[Any, Rule]:
         "upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d "
         "_upsample_nearest_exact1d _upsample_nearest_exact3d _upsample_bilinear2d_aa "
         "_upsample_bicubic2d_aa _upsample_lanczos2d_aa reflection_pad1d reflection_pad2d "
-        "reflection_pad3d replication_pad1d replication_pad2d replication_pad3d",
+        "reflection_pad3d replication_pad1d replication_pad2d replication_pad3d grid_sampler_2d "
+        "grid_sampler_3d",
+        patches: "im2col col2im",
         unpool: "max_unpool2d max_unpool3d",
         glu: "glu",
         channel_norm: "native_batch_norm _native_batch_norm_legit cudnn_batch_norm "

@@ -84,8 +84,10 @@ def write_recipe(model: nn.Module, graph: Graph, plan: Plan) -> Recipe:
                 recipe.shapes[name] = list(tensor.shape)
                 recipe.slices.setdefault(name, {})[str(axis)] = known[id(units)]
     modules = dict(model.named_modules(remove_duplicate=False))
-    for path in dict.fromkeys(module_of(name) for name in recipe.slices):
-        _describe(path, modules[path], recipe)
+    first = _first_names(modules)
+    tied = [name for name, other in first.items() if other in recipe.slices]
+    for path in dict.fromkeys(module_of(name) for name in (*recipe.slices, *tied)):
+        _describe(path, modules[path], recipe, first)
     recipe.constants = [path for path in recipe.constants if graph.ops_in(path)]  # called, not read
     for path, places in graph.numbers.items():
         sizes = {name: graph.width(path, place, alive) for name, place in places.items()}
@@ -104,6 +106,17 @@ def write_recipe(model: nn.Module, graph: Graph, plan: Plan) -> Recipe:
             recipe.rewired[path] = graphs
     _take_out_blocks(modules, graph, recipe)
     return recipe
+
+
+def _first_names(modules: dict[str, nn.Module]) -> dict[str, str]:
+    """Of tensors that several modules hold: the name by which they are known."""
+    names: dict[int, list[str]] = {}
+    for tables in ("_parameters", "_buffers"):
+        for path, module in modules.items():
+            for leaf, tensor in getattr(module, tables).items():
+                if tensor is not None:
+                    names.setdefault(id(tensor), []).append(f"{path}.{leaf}" if path else leaf)
+    return {name: mine[0] for mine in names.values() for name in mine[1:]}
 
 
 def _take_out_blocks(modules: dict[str, nn.Module], graph: Graph, recipe: Recipe) -> None:
@@ -131,14 +144,14 @@ _SPATIAL = (
 _NORMS = (batchnorm._BatchNorm, instancenorm._InstanceNorm, nn.GroupNorm, nn.PReLU)
 
 
-def _describe(path: str, module: nn.Module, recipe: Recipe) -> None:
+def _describe(path: str, module: nn.Module, recipe: Recipe, first: dict[str, str]) -> None:
     """Attributes of the modules that torch has; others read the sizes of their tensors."""
     if isinstance(module, nn.MultiheadAttention):
         rows = _kept_rows(path, module, recipe)
         recipe.heads[path] = list(dict.fromkeys(row // module.head_dim for row in rows))
         return
     changed = recipe.attributes.setdefault(path, {})
-    for attribute, size in _sizes(path, module, recipe).items():
+    for attribute, size in _sizes(path, module, recipe, first).items():
         changed[attribute] = size
         if size == 0 and isinstance(module, (conv._ConvNd, nn.Linear)):
             recipe.constants.append(path)
@@ -174,12 +187,13 @@ def _describe_bare_norm(path: str, module: nn.Module, width: int | None, recipe:
         recipe.identities.append(path)
 
 
-def _sizes(path: str, module: nn.Module, recipe: Recipe) -> dict[str, Any]:
+def _sizes(path: str, module: nn.Module, recipe: Recipe, first: dict[str, str]) -> dict[str, Any]:
     """New values of the attributes that hold widths."""
 
     def kept(tensor: str, axis: int, before: int) -> list[int]:
         stem = f"{path}.{tensor}" if path else tensor
-        return recipe.slices.get(stem, {}).get(str(axis), list(range(before)))
+        name = first.get(stem, stem)
+        return recipe.slices.get(name, {}).get(str(axis), list(range(before)))
 
     def now(tensor: str, axis: int, before: int) -> int:
         return len(kept(tensor, axis, before))
