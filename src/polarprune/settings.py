@@ -73,7 +73,7 @@ def check_optimizers(given: Iterable[Any]) -> None:
     for one in given:
         if not isinstance(one, Optimizer):
             raise PruneError(
-                f"attach: {type(one).__name__} is not a torch.optim.Optimizer; give the raw "
+                f"attach: {type(one).__name__} is not a torch.optim.Optimizer; attach to the raw "
                 f"optimizer inside it."
             )
 
@@ -94,13 +94,11 @@ def check_gates(
         )
     names = {id(alpha): name for name, alpha in gates.items()}
     remedy = "build the optimizer with pruner.param_groups(lr=..., weight_decay=...)"
-    found = set()
+    found, mixed = set[int](), False
     for group in optimizer.param_groups:
         held = {id(p) for p in group["params"]} & set(names)
         found |= held
-        if held and len(group["params"]) > len(held):
-            warnings.warn("attach: gates are in one parameter group with weights, and will learn "
-                          f"faster than they should; {remedy}.", stacklevel=3)  # fmt: skip
+        mixed = mixed or 0 < len(held) < len(group["params"])
         if held and group.get("weight_decay", 0) != 0:
             raise PruneError(
                 f"attach: gates (for one, of {names[min(held)]}) are in a parameter group with "
@@ -108,6 +106,9 @@ def check_gates(
             )
     if len(found) < len(names):
         raise PruneError(f"attach: the optimizer does not hold the gates: {remedy}.")
+    if mixed:
+        warnings.warn(f"attach: gates are in one parameter group with weights, and will learn "
+                      f"faster than they should; {remedy}.", stacklevel=3)  # fmt: skip
 
 
 def check_state(state: dict[str, Any], own: dict[str, Any]) -> None:

@@ -54,11 +54,6 @@ class Run:
         torch.manual_seed(recipe.seed)
         torch.backends.cudnn.benchmark = True
         self.batches = self.data.stream(recipe)
-        if self.batches.per_epoch < 1:
-            raise PruneError(
-                f"batch={recipe.batch}: there are only {self.data.counts[0]:,} examples to learn "
-                f"from, less than one batch."
-            )
         self.writes = place()[0] == 0  # the other processes of several write nothing
 
     def fresh(self) -> nn.Module:
@@ -194,6 +189,11 @@ class Run:
 
         The last one stays until the card is written: the next stage may be cut off, too.
         """
+        if self.batches.per_epoch < 1:
+            raise PruneError(
+                f"batch={recipe.batch}: there are only {self.data.counts[0]:,} examples to learn "
+                f"from, less than one batch."
+            )
         self.out.mkdir(parents=True, exist_ok=True)
         kept = self.out / f"{stage}.checkpoint"
         log = self.out / "log.jsonl"
