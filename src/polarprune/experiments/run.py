@@ -191,7 +191,7 @@ class Run:
         """
         if self.batches.per_epoch < 1:
             raise PruneError(
-                f"batch={recipe.batch}: there are only {self.data.counts[0]:,} examples to learn "
+                f"batch={self.recipe.batch}: there are only {self.data.counts[0]:,} examples to learn "
                 f"from, less than one batch."
             )
         self.out.mkdir(parents=True, exist_ok=True)
