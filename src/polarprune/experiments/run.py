@@ -191,8 +191,8 @@ class Run:
         """
         if self.batches.per_epoch < 1:
             raise PruneError(
-                f"batch={self.recipe.batch}: there are only {self.data.counts[0]:,} examples to learn "
-                f"from, less than one batch."
+                f"batch={self.recipe.batch}: there are only {self.data.counts[0]:,} examples to "
+                f"learn from, less than one batch."
             )
         self.out.mkdir(parents=True, exist_ok=True)
         kept = self.out / f"{stage}.checkpoint"
