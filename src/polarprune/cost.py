@@ -19,8 +19,6 @@ from .flow import Contraction
 from .groups import Graph
 from .tape import named_tensors
 
-RESOURCES = ("macs", "params", "memory")
-
 
 class Part(Protocol):
     """One resource as a function of the widths."""

@@ -286,7 +286,7 @@ def module_of(tensor: str) -> str:
 
 def table(graph: Graph) -> str:
     """The groups as a person reads them."""
-    head = ("group", "channels", "a channel costs", "made by", "read by", "")
+    head = ("group", "channels", "a channel costs", "made by", "read by", "state")
     rows = [head]
     prices = graph.cost.prices() if graph.cost else {}
     for group in graph.groups.values():

@@ -210,9 +210,7 @@ def _first_deviation(look: Look, graph: Graph, trial: Trial) -> Deviation | None
     return None
 
 
-def _better(
-    look: Look, graph: Graph, trial: Trial, before: Deviation, telling: Iterable[int] = ()
-) -> bool:
+def _better(graph: Graph, trial: Trial, before: Deviation, telling: Iterable[int] = ()) -> bool:
     """True if the same trial gets further than it did, and no telling one stops there."""
     for seed in (before.seed, *telling):
         found = trial.cut(graph, _uneven(graph, seed))
@@ -244,7 +242,7 @@ def _change_numbers(look: Look, graph: Graph, trial: Trial, found: Deviation) ->
         look.numbers = {**before, **dict.fromkeys(_alike(look, graph, path), places)}
         telling = set().union(*(telling for _, _, telling in tried))
         graph = replace(graph, numbers=look.following())
-        if tried and _better(look, graph, trial, found, telling):
+        if tried and _better(graph, trial, found, telling):
             look.seeds = seeds | telling
             return graph
     look.numbers = before
@@ -281,7 +279,7 @@ def _re_emit(look: Look, graph: Graph, trial: Trial, found: Deviation) -> Graph 
     assert found.op is not None
     before = look.rewired
     new = _with_code_of(look, graph, found.op)
-    if new is not None and _better(look, new, trial, found):
+    if new is not None and _better(new, trial, found):
         return new
     look.set_rewired(before)
     return None
