@@ -285,25 +285,23 @@ def module_of(tensor: str) -> str:
 
 
 def table(graph: Graph) -> str:
-    """The groups as a person reads them."""
-    head = ("group", "channels", "a channel costs", "made by", "read by", "state")
-    rows = [head]
+    """The groups as a person reads them; a price is what one channel saves."""
+    head = ("group", "channels", "MACs", "params", "also made by", "read by", "state")
+    rows: list[tuple[str, ...]] = [head]
     prices = graph.cost.prices() if graph.cost else {}
     for group in graph.groups.values():
-        price = prices.get(group.name)
-        rows.append(
-            (
-                group.name,
-                str(group.size),
-                f"{price[0]:.3%} MACs, {price[1]:.3%} params" if price else "",
-                _few(group.producers),
-                _few(group.consumers),
-                f"whole: {group.reason}" if group.frozen else "open" if not group.minimum
-                else f"open, at least {group.minimum} stay",
-            )
-        )  # fmt: skip
+        stays = f", at least {group.minimum} stay" if group.minimum else ""
+        others = tuple(maker for maker in group.producers if maker != group.name)
+        rows.append((
+            group.name, str(group.size),
+            *(f"{share:.3%}" for share in prices.get(group.name, ())),
+            *([] if group.name in prices else ["", ""]),
+            _few(others), _few(group.consumers),
+            f"whole: {group.reason}" if group.frozen else f"open{stays}",
+        ))  # fmt: skip
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+    lines = ["  ".join(cell.rjust(w) if k in (1, 2, 3) else cell.ljust(w)
+                       for k, (cell, w) in enumerate(zip(row, widths, strict=True))).rstrip()
              for row in rows]  # fmt: skip
     lines.insert(1, "  ".join("-" * w for w in widths[:-1]))
     total = graph.cost.original() if graph.cost else {}
@@ -317,4 +315,4 @@ def table(graph: Graph) -> str:
 
 
 def _few(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:2]) + (f" +{len(names) - 2}" if len(names) > 2 else "")
+    return ", ".join(names[:1]) + (f" +{len(names) - 1}" if len(names) > 1 else "")
