@@ -641,3 +641,21 @@ def test_what_can_be_followed_is_pruned(make: Any) -> None:
     small = pruner.export()
     assert apart(model, small, torch.randn(3, 3, 10, 6).double()) < 1e-12
     assert count_macs(small, x) == pruner.cost()["macs"] <= 0.7 * pruner.report().before["macs"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("slices", {"a.weight": {"7": [0]}}), ("slices", {"a.weight": {"0": ["x"]}}),
+        ("slices", {"a.weight": [1]}), ("attributes", {"nothing": {"x": 1}}), ("shapes", 3),
+        ("constants", ["nothing"]), ("heads", {"a": [0]}), ("rewired", {"a": {}}), ("computed", 5),
+    ],
+)  # fmt: skip
+def test_a_recipe_that_is_damaged_is_said_to_be(key: str, value: Any, tmp_path: Path) -> None:
+    model = Three()
+    small = pp.shrink(model, pp.trace(model, X), {"a": [0, 1]})
+    recipe = {**small.polarprune_recipe, key: value}  # type: ignore[dict-item]
+    object.__setattr__(small, "polarprune_recipe", recipe)
+    pp.save(small, tmp_path / "x.safetensors")
+    with pytest.raises(pp.PruneError, match=r"is damaged|another model|does not fit"):
+        pp.load(tmp_path / "x.safetensors", model=Three())

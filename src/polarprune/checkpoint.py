@@ -57,9 +57,12 @@ def load(path: str | Path, *, model: nn.Module) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise PruneError(f"load: model={model!r}; give an instance, as model=Net().")
     recipe, aliases = _read(_content(path), path)
-    small = apply(copied(model), recipe)
-    tensors = load_file(str(path))
-    tensors.update({name: tensors[same] for name, same in aliases.items()})
+    try:
+        small = apply(copied(model), recipe)
+        tensors = load_file(str(path))
+        tensors.update({name: tensors[same] for name, same in aliases.items()})
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+        raise _damaged(path, error) from error
     wanted = small.state_dict()
     missing = sorted(set(wanted) - set(tensors), key=list(wanted).index)
     unexpected = [
@@ -112,4 +115,4 @@ def _read(content: dict[str, Any], path: str | Path) -> tuple[Recipe, dict[str, 
 
 
 def _damaged(path: str | Path, error: Exception) -> PruneError:
-    return PruneError(f"load: the recipe in {path} is damaged: {error!r}.")
+    return PruneError(f"load: the recipe in {path} is damaged, or of another model: {error!r}.")
