@@ -659,3 +659,40 @@ def test_a_recipe_that_is_damaged_is_said_to_be(key: str, value: Any, tmp_path: 
     pp.save(small, tmp_path / "x.safetensors")
     with pytest.raises(pp.PruneError, match=r"is damaged|another model|does not fit"):
         pp.load(tmp_path / "x.safetensors", model=Three())
+
+
+class Spiking(nn.Module):
+    """Keeps a potential from call to call; there is none at first."""
+
+    def __init__(self, buffer: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.o = nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+        if buffer:
+            self.register_buffer("potential", None, persistent=False)
+        else:
+            self.potential = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        now = self.b(self.a(x).relu())
+        before = self.potential
+        self.potential = now if before is None else 0.9 * before.detach() + now
+        found: Tensor = self.o(self.potential.relu())
+        return found
+
+
+@pytest.mark.parametrize("buffer", [False, True])
+def test_state_that_is_kept_from_call_to_call_begins_anew(buffer: bool) -> None:
+    model = Spiking(buffer).double()
+    pruner = pruned(model)
+    held = model.potential
+    small = pruner.export()
+    assert model.potential is held is not None and small.potential is None
+    model.potential = None
+    for _ in range(3):
+        y = torch.randn(4, 6).double()
+        assert apart(model, small, y) < 1e-12
+    model.potential = held
+    pruner.compact()
+    assert model.potential is None and model.b.out_features < 16
+    model(torch.randn(4, 6).double())

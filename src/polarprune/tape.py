@@ -258,6 +258,41 @@ def untouched(model: nn.Module, training: bool | None = None) -> Iterator[None]:
                 buffer.copy_(before)
 
 
+def empty_slots(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Attributes that hold nothing yet: state that a forward keeps may come to lie there."""
+    return [
+        (module, key)
+        for module in model.modules()
+        for table in (vars(module), module._buffers)
+        for key, value in table.items()
+        if value is None
+    ]
+
+
+def forget(slots: list[tuple[nn.Module, str]]) -> list[tuple[dict[str, Any], str, Any]]:
+    """Empty them of what a run left there: of a batch that is over, as wide as the model was."""
+    kept = [
+        (table, key, table[key])
+        for module, key in slots
+        for table in (vars(module), module._buffers)
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(table.get(key)))
+    ]
+    for table, key, _ in kept:
+        table[key] = None
+    return kept
+
+
+@contextmanager
+def emptied(slots: list[tuple[nn.Module, str]]) -> Iterator[None]:
+    """The same for a while."""
+    kept = forget(slots)
+    try:
+        yield
+    finally:
+        for table, key, value in kept:
+            table[key] = value
+
+
 def on_host() -> AbstractContextManager[Any]:
     """Whatever the user's default is, labels live on the host."""
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
