@@ -696,3 +696,33 @@ def test_state_that_is_kept_from_call_to_call_begins_anew(buffer: bool) -> None:
     pruner.compact()
     assert model.potential is None and model.b.out_features < 16
     model(torch.randn(4, 6).double())
+
+
+class Neighbours(nn.Module):
+    """Features of the nearest points, and back to those by addition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.o = nn.Linear(3, 16), nn.Linear(16, 12), nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.a(x).relu()
+        near = torch.cdist(x, x).topk(3, largest=False).indices.flatten(1)[..., None]
+        picked = torch.gather(features, 1, near.expand(-1, -1, features.shape[2]))
+        made = self.b(picked).relu()
+        total = made.new_zeros(len(x), x.shape[1], made.shape[2])
+        total = total.scatter_add(1, near.expand_as(made), made)
+        found: Tensor = self.o(total)
+        return found
+
+
+def test_rows_that_are_picked_and_added_keep_their_channels() -> None:
+    torch.manual_seed(0)
+    model, x = Neighbours().double(), torch.randn(2, 8, 3).double()
+    pruner = pruned(model, x)
+    assert {name: group.size for name, group in pruner.graph.open.items()} == {"a": 16, "b": 12}
+    assert apart(model, pruner.export(), torch.randn(3, 11, 3).double()) < 1e-12
+    own = pp.trace(
+        Three(lambda self, x: self.c(self.a(x).gather(1, self.b.weight.argsort(1)[:4]))), X
+    )
+    assert "a" not in own.open  # an index for every channel

@@ -323,6 +323,38 @@ def pick(flow: Flow, op: Op) -> None:
         flow.set(op.outs[0], kept)
 
 
+def gather(flow: Flow, op: Op) -> None:
+    """Elements along one axis; along the others index and source go together."""
+    source, axis, index = op.args[:3]
+    axis %= max(len(source.shape), 1)
+    kept = []
+    for layer in flow.layers(source):
+        if axis in support(layer) or not _same_for_all(index, layer):
+            flow.labels.freeze(layer, f"channels are picked by index in {op.where}")
+        else:
+            kept.append(layer)
+    flow.set(index, [*flow.layers(index), *kept])
+    flow.set(op.outs[0], kept)
+
+
+def scatter_add(flow: Flow, op: Op) -> None:
+    """The way back: elements are added to those of another tensor."""
+    target, axis, index, values = op.args[:4]
+    layers = [*flow.layers(target), *flow.layers(values)]
+    alike = all(_same_for_all(index, layer) for layer in layers)
+    if alike:
+        flow.set(index, [*flow.layers(index), *flow.layers(values)])
+    _into_rows(flow, op, values, axis % max(len(target.shape), 1) if alike else None)
+
+
+def _same_for_all(index: Value, layer: Tensor) -> bool:
+    """True if an index was expanded along the axes of these channels, to their full width."""
+    return all(
+        index.stride[axis] == 0 and index.shape[axis] == layer.shape[axis]
+        for axis in support(layer)
+    )
+
+
 def put(flow: Flow, op: Op) -> None:
     """index_put: rows of a tensor are overwritten."""
     target, indices, values = op.args[:3]
