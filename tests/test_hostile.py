@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -726,3 +727,34 @@ def test_rows_that_are_picked_and_added_keep_their_channels() -> None:
         Three(lambda self, x: self.c(self.a(x).gather(1, self.b.weight.argsort(1)[:4]))), X
     )
     assert "a" not in own.open  # an index for every channel
+
+
+class Blanked(nn.Module):
+    """Some places are overwritten with a vector that is learned; numpy draws which."""
+
+    def __init__(self, drawn: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.o = nn.Linear(6, 16), nn.Linear(16, 12), nn.Linear(12, 3)
+        self.blank, self.drawn = nn.Parameter(torch.randn(16)), drawn
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        mask = x[..., 0] > 0.5
+        if self.drawn and self.training:
+            mask = torch.tensor(numpy.random.rand(*x.shape[:2]) < 0.3)
+        h[mask] = self.blank
+        found: Tensor = self.o(self.b(h).relu())
+        return found
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_places_that_are_overwritten_keep_their_channels(drawn: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Blanked(drawn).double(), torch.randn(3, 5, 6).double()
+    numpy.random.seed(3)
+    state = numpy.random.get_state()[1].tolist()  # type: ignore[index,union-attr]
+    pruner = pp.Pruner(model, x, macs=0.5, steps=40)
+    assert numpy.random.get_state()[1].tolist() == state  # type: ignore[index,union-attr]
+    assert {name: group.size for name, group in pruner.graph.open.items()} == {"a": 16, "b": 12}
+    model = Blanked(drawn).double()
+    assert apart(model, pruned(model, x).export(), torch.randn(2, 7, 6).double()) < 1e-12

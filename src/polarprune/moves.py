@@ -356,10 +356,24 @@ def _same_for_all(index: Value, layer: Tensor) -> bool:
 
 
 def put(flow: Flow, op: Op) -> None:
-    """index_put: rows of a tensor are overwritten."""
+    """index_put: rows of a tensor are overwritten; a mask over several axes picks rows, too."""
     target, indices, values = op.args[:3]
-    rows = len(indices) == 1 and len(values.shape) == len(target.shape)
-    _into_rows(flow, op, values, 0 if rows else None)
+    if len(indices) == 1 and len(values.shape) == len(target.shape):
+        return _into_rows(flow, op, values, 0)
+    masked = len(indices) == 1 and indices[0] is not None and indices[0].itemsize == 1
+    taken = len(indices[0].shape) if masked else len(indices)
+    rest = len(target.shape) - taken
+    inside = all(min(support(layer)) >= taken for layer in flow.layers(target))
+    alike = all(min(support(x)) >= x.dim() - rest for x in flow.layers(values))
+    if None in indices or not (rest and inside and alike) or len(values.shape) < rest:
+        return _into_rows(flow, op, values, None)
+    merged = list(flow.layers(target))
+    for layer in flow.layers(values):
+        merge(flow, merged, layer.reshape((1,) * taken + layer.shape[layer.dim() - rest :]))
+    if not flow.uniform(target):
+        merged = _check_unlabelled(flow, op, target, merged, len(target.shape))
+    for value in {op.outs[0], target}:
+        flow.set(value, merged)
 
 
 def add_rows(flow: Flow, op: Op) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -236,12 +237,15 @@ def untouched(model: nn.Module, training: bool | None = None) -> Iterator[None]:
     if training is not None:
         model.train(training)
     gpus = {t.device.index or 0 for t in tensors if t.is_cuda}
-    dice = random.getstate()
+    dice, numpy = random.getstate(), sys.modules.get("numpy")
+    numbers = numpy.random.get_state() if numpy else None
     try:
         with torch.random.fork_rng(sorted(gpus)), torch.no_grad():
             yield
     finally:
         random.setstate(dice)
+        if numpy:
+            numpy.random.set_state(numbers)
         for table, entries in attributes:
             table.clear()
             table.update(entries)
