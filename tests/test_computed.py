@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import polarprune as pp
+from polarprune.surgery import fold
 
 X = torch.randn(2, 4, 20, dtype=torch.float64)
 
@@ -201,3 +202,20 @@ def test_a_file_for_a_plain_model_of_the_same_shape(tmp_path: Path) -> None:
     assert torch.equal(loaded.eval()(X), small(X))
     with pytest.raises(pp.PruneError, match="belongs to another model"):
         pp.load(tmp_path / "small.safetensors", model=nn.Sequential(nn.Conv1d(4, 7, 3)))
+
+
+def test_gates_are_multiplied_into_what_was_computed() -> None:
+    model = net(parametrizations.weight_norm).eval()
+    graph = pp.trace(model, X)
+    plan = {name: [1, 2, 5] for name in graph.open}
+    masked = copy.deepcopy(model)
+    fold(masked, graph, graph.alive(plan).double())
+    with torch.no_grad():
+        one, two, three = (layer.weight.clone() for layer in model[::2])
+        hidden = F.conv1d(X, one, model[0].bias, padding=1).relu()
+        hidden = hidden * torch.tensor([k in (1, 2, 5) for k in range(16)])[:, None]
+        hidden = F.conv1d(hidden, two, model[2].bias, padding=1).relu()
+        hidden = hidden * torch.tensor([k in (1, 2, 5) for k in range(12)])[:, None]
+        wanted = F.conv1d(hidden, three, model[4].bias)
+    assert torch.allclose(masked(X), wanted, rtol=0, atol=1e-12)
+    assert torch.allclose(pp.shrink(masked, graph, plan)(X), wanted, rtol=0, atol=1e-12)

@@ -405,6 +405,7 @@ def fold(model: nn.Module, graph: Graph, gates: Tensor) -> None:
 
     Norms over gated channels take them as weights.
     """
+    bake(model, graph.computed)
     tensors = dict(named_tensors(model))
     weigh(model, graph, lambda units: Fixed(weight_of(spread(gates, units, 0, 1))))
     with torch.no_grad():
