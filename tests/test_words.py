@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,19 @@ from torch import Tensor, nn
 
 import polarprune as pp
 from polarprune.proof import count_macs
+
+
+def trained(
+    pruner: pp.Pruner, draw: Callable[[], Tensor], kind: Any = torch.optim.Adam
+) -> nn.Module:
+    """What is left after all of its steps."""
+    optimizer = kind(pruner.param_groups(lr=0.02))
+    pruner.attach(optimizer)
+    for _ in range(pruner.steps):
+        optimizer.zero_grad()
+        (pruner.model(draw()) - 1).square().mean().backward()
+        optimizer.step()
+    return pruner.export()
 
 
 class Texts(nn.Module):
@@ -69,13 +83,7 @@ def test_embeddings_are_pruned(name: str, tmp_path: Path) -> None:
     pruner = pp.Pruner(model, x, macs=0.5, steps=80)
     tables = {path: group.size for path, group in pruner.graph.open.items() if path in TABLES}
     assert tables and tables == {path: TABLES[path] for path in tables}
-    optimizer = torch.optim.Adam(pruner.param_groups(lr=0.02))
-    pruner.attach(optimizer)
-    for _ in range(80):
-        optimizer.zero_grad()
-        (model(torch.randint(0, 50, (8, 9))) - 1).square().mean().backward()
-        optimizer.step()
-    small = pruner.export()
+    small = trained(pruner, lambda: torch.randint(0, 50, (8, 9)))
     y = torch.randint(0, 50, (5, 11))
     assert torch.allclose(small.eval()(y), model.eval()(y), rtol=0, atol=1e-12)
     assert count_macs(small, x) == pruner.cost()["macs"] <= 0.5 * pruner.report().before["macs"]
@@ -136,13 +144,7 @@ def test_recurrent_layers_are_pruned(
     assert {name: group.size for name, group in pruner.graph.open.items()} == {
         "words": 16, "steps": 12,
     }  # fmt: skip
-    optimizer = torch.optim.Adam(pruner.param_groups(lr=0.02))
-    pruner.attach(optimizer)
-    for _ in range(60):
-        optimizer.zero_grad()
-        (model(torch.randint(0, 50, (8, 5))) - 1).square().mean().backward()
-        optimizer.step()
-    small = pruner.export()
+    small = trained(pruner, lambda: torch.randint(0, 50, (8, 5)))
     y = torch.randint(0, 50, (5, 9))
     close = 1e-12 if dtype == torch.float64 else 1e-5
     assert torch.allclose(small.eval()(y), model.eval()(y), rtol=0, atol=close)
@@ -200,13 +202,7 @@ def test_layers_whose_answer_nobody_reads_follow(
     model, x = make().double(), torch.randn(3, *shape, dtype=torch.float64)
     pruner = pp.Pruner(model, x, macs=0.5, steps=60)
     assert pruner.graph.units == units
-    optimizer = torch.optim.SGD(pruner.param_groups(lr=0.02))
-    pruner.attach(optimizer)
-    for _ in range(60):
-        optimizer.zero_grad()
-        (model(x) - 1).square().mean().backward()
-        optimizer.step()
-    small = pruner.export()
+    small = trained(pruner, lambda: x, torch.optim.SGD)
     y = torch.randn(5, *shape, dtype=torch.float64)
     assert torch.allclose(small.eval()(y), model.eval()(y), rtol=0, atol=1e-12)
     assert count_macs(small, x) == pruner.cost()["macs"] <= 0.5 * pruner.report().before["macs"]

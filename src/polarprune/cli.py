@@ -198,11 +198,14 @@ def train(
                 return
             run.claim({"method": method, "budget": given, "hold_out": hold_out})
             done = run.finished() if given else None
-            model = run.fresh() if done else run.baseline(baseline, start)
-            if not given:
-                console.print(f"baseline: {found.shown(run.score(model))}", markup=False)
-                return
-            card = done or methods.prune(run, model, method, **given)
+            if done is not None:
+                card = done
+            else:
+                model = run.baseline(baseline, start)
+                if not given:
+                    console.print(f"baseline: {found.shown(run.score(model))}", markup=False)
+                    return
+                card = methods.prune(run, model, method, **given)
     except PruneError as error:
         _fail(error)
     for row in card["table"]:

@@ -108,7 +108,7 @@ def by_hooks(model: nn.Module) -> list[str]:
     ]
 
 
-def looked_at(model: nn.Module) -> None:
+def settle_weights(model: nn.Module) -> None:
     """Weights are to be what they are in eval mode, whatever the mode of the model."""
     for _, _, _, parts in parametrized(model):
         parts.eval()

@@ -157,6 +157,4 @@ class Flow:
 
     def pure(self, value: Any) -> bool:
         """True for a parameter, moved about at most: scaling it scales what is computed with it."""
-        if value.name:
-            return True
-        return value in self._weights
+        return bool(value.name) or value in self._weights

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from .computed import looked_at
+from .computed import settle_weights
 from .errors import PruneError
 from .recorder import FORGOTTEN
 from .tape import Example, as_call, copied, named_tensors, opened, tensors_in, untouched
@@ -93,7 +93,7 @@ def _repeatable(model: nn.Module, training: bool) -> Iterator[None]:
     off = [torch.autocast(kind, enabled=False) for kind in ("cpu", "cuda")]  # the user's may be on
     with untouched(model, training), _NoDice(), all_digits(), off[0], off[1]:
         torch.manual_seed(0)
-        looked_at(model)
+        settle_weights(model)
         yield
 
 
