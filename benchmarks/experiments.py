@@ -80,7 +80,7 @@ def short(*change: str, **options: Any) -> Experiment:
     )
 
 
-TUNED = 40  # epochs, where methods are compared
+COMPARED, TUNED = 100, 20  # epochs, where methods are compared: with them, and of fine-tuning
 SHORT, PAPER = 30, 140  # epochs: of an ablation, and of the paper's
 LAMBDAS = (5, 10, 20, 40, 80, 160, 320)
 DECAYS = (0.86, 0.88, 0.90, 0.92, 0.94, 0.96)  # of ε, an epoch
@@ -100,7 +100,8 @@ EXPERIMENTS = {
     "mobilenetv2-54": Experiment("mobilenetv2", 0.5378, ships="mobilenetv2-54"),
     **{
         f"resnet56-47-{method}": Experiment(
-            "resnet56", 0.4665, method=method, after=COMMON, tune=TUNED
+            "resnet56", 0.4665, method=method, after=COMMON, tune=TUNED,
+            change=(f"epochs={COMPARED}",),
         )
         for method in ("gdp", *METHODS)
     },
@@ -114,14 +115,11 @@ EXPERIMENTS = {
     },
     "style-48": Experiment("stylenet", 0.48),
     **{  # to choose numbers by
-        f"held-out-mobilenetv2-{lr}-{decay}-{cutout}": Experiment(
+        f"held-out-mobilenetv2-{decay}": Experiment(
             "mobilenetv2", hold_out=5000,
-            change=(f"baseline_epochs={2 * SHORT}", f"baseline_lr={lr}", f"weight_decay={decay}",
-                    f"cutout={cutout}"),
+            change=(f"baseline_epochs={2 * SHORT}", f"weight_decay={decay}"),
         )
-        for lr, decay, cutout in (
-            (0.2, 0.0001, 8), (0.2, 0.0001, 16), (0.2, 0.0002, 16), (0.4, 0.0001, 16),
-        )
+        for decay in (0.0001, 0.0002, 0.0005)
     },
     "ablation-reference": short("scored=1"),
     "ablation-scratch": short("baseline_epochs=0", after=""),

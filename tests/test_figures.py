@@ -30,7 +30,7 @@ def stored(folder: Path, name: str, number: int) -> None:
             ("baseline", 0.01), ("before removal", 0.0), ("after removal", 0.0),
             ("after fine-tuning", 0.002 * (number % 2)),
         )
-    ]  # fmt: skip
+    ][: 4 if experiment.tune else 3]  # fmt: skip
     card = {
         "network": experiment.recipe, "method": experiment.method, "table": table,
         "macs_share": left, "budget": {"macs": experiment.macs} if experiment.macs else {},

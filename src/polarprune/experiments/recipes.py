@@ -123,7 +123,9 @@ def _imagenet(network: str, **changes: Any) -> Recipe:
 RECIPES = {
     "resnet56": Recipe("resnet56", distill=0.9, cutout=8),
     "vgg16": Recipe("vgg16", baseline_lr=0.1, lr=0.1, distill=0.9, cutout=16),
-    "mobilenetv2": Recipe("mobilenetv2", weight_decay=1e-4, distill=0.9, cutout=16),
+    "mobilenetv2": Recipe(
+        "mobilenetv2", baseline_epochs=250, epochs=250, weight_decay=1.5e-4, distill=0.9, cutout=16,
+    ),
     "resnet20": Recipe("resnet20"),
     "deeplabv3plus": Recipe(
         "deeplabv3plus", "voc", baseline_epochs=45, epochs=91, batch=16, baseline_lr=0.01, lr=0.009,
