@@ -3,7 +3,7 @@
 Photos of Pascal VOC are not ours to pass on: in the picture that is kept stand masks only (with
 --photos the photos stand beside them). The painted photos are those that come with scikit-learn.
 
-    python benchmarks/pictures.py style-data --photos DIR --features FILE --out DIR
+    python benchmarks/pictures.py style-data --photos DIR --features FILE --scaled --out DIR
     python benchmarks/pictures.py masks --data voc:DIR --runs runs/experiments
     python benchmarks/pictures.py paintings --data style:DIR --runs runs/experiments
 """
@@ -25,12 +25,13 @@ from experiments import VOC
 from polarprune.experiments.kinds import open_data
 from polarprune.experiments.networks import NETWORKS
 from polarprune.experiments.run import rebuilt
-from polarprune.experiments.style import Features
+from polarprune.experiments.style import Features, square
 from polarprune.experiments.task import evaluating
 from polarprune.experiments.voc import CLASSES, Voc
 
 OUT = Path(__file__).parent.parent / "docs" / "figures"
 HELD = 20  # photos that are not learned from
+SIZE = 0.5  # of features, on average
 
 
 def palette(count: int) -> Any:
@@ -142,7 +143,24 @@ def style_data(given: argparse.Namespace) -> None:
             shutil.copy(file, given.out / part / file.name)
     Image.fromarray(stained_glass()).save(given.out / "style.jpg", quality=95)
     features = Features(load_file(given.features))  # no more than is looked at
+    if given.scaled:
+        some = [square(file) for file in found[:HELD]]
+        scale(features, torch.stack(some).permute(0, 3, 1, 2).float())
     save_file(features.state_dict(), str(given.out / "features.safetensors"))
+
+
+def scale(features: Features, photos: Tensor) -> None:
+    """Answers of every level become SIZE on average and mean the same as before: the weights of the
+    two losses are for features about that large, as those of a VGG-16 trained on ImageNet are."""
+    with torch.no_grad():
+        for level, end in enumerate(features.ends):
+            size = features(photos)[level].mean() / SIZE
+            last: Any = features.features[end - 2]  # before the ReLU
+            last.weight /= size
+            last.bias /= size
+            if end + 1 < len(features.features):
+                following: Any = features.features[end + 1]  # after the pooling
+                following.weight *= size
 
 
 def stained_glass(side: int = 512, panes: int = 160, seed: int = 0) -> Any:
@@ -168,6 +186,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--runs", type=Path, default=OUT.parent.parent / "runs" / "experiments")
     parser.add_argument("--photos", nargs="?", const=True, help="of style-data: their folder")
     parser.add_argument("--features", help="weights of a VGG-16")
+    parser.add_argument("--scaled", action="store_true", help="features that are not ImageNet's")
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--rows", type=int, default=5)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -82,7 +82,7 @@ def test_paintings_from_photos_to_a_sheet(tmp_path: Path, monkeypatch: pytest.Mo
     save_file(everything, str(tmp_path / "vgg.safetensors"))
     data = tmp_path / "data"
     pictures.main(["style-data", f"--photos={tmp_path / 'photos'}", f"--out={data}",
-                   f"--features={tmp_path / 'vgg.safetensors'}"])  # fmt: skip
+                   f"--features={tmp_path / 'vgg.safetensors'}", "--scaled"])  # fmt: skip
     task = style.open_style(data)
     assert task.counts == (2, 1) and RECIPES["stylenet"].data == "style"
     run(tmp_path / "runs", "style-48", "stylenet", torch.rand(2, 3, 32, 32), baseline=True)
@@ -90,3 +90,13 @@ def test_paintings_from_photos_to_a_sheet(tmp_path: Path, monkeypatch: pytest.Mo
                    f"--out={tmp_path}"])  # fmt: skip
     with Image.open(tmp_path / "paintings.png") as image:
         assert image.width > image.height and len(image.getcolors(1 << 24) or []) > 1000
+
+
+def test_scaled_features_are_as_large_as_wanted_and_mean_the_same() -> None:
+    torch.manual_seed(0)
+    plain, scaled = style.Features(weights()), style.Features(weights())
+    photos = 255 * torch.rand(2, 3, 32, 32)
+    pictures.scale(scaled, photos)
+    for before, after in zip(plain(photos), scaled(photos), strict=True):
+        assert after.mean().item() == pytest.approx(pictures.SIZE, rel=1e-4)
+        torch.testing.assert_close(after / after.mean(), before / before.mean())

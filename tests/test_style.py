@@ -103,7 +103,7 @@ def test_how_often_features_occur_together() -> None:
 
 def test_the_style_itself_lacks_only_the_content(tmp_path: Path) -> None:
     task: Any = open_data(f"style:{photos(tmp_path)}")
-    own = style._floats(style._square(tmp_path / "style.jpg")[None])
+    own = style._floats(style.square(tmp_path / "style.jpg")[None])
     other = style._floats(task.test[:1])
     assert float(task.apart(own, own)) < 1e-3 * float(task.apart(other, other))
     assert float(task.apart(other, own)) > float(task.apart(other, other))

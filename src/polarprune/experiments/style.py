@@ -218,14 +218,14 @@ def open_style(folder: Path) -> Style:
             f"--data style:{folder}: there is no {lacking[0]} in it (or nothing in that). Wanted "
             f"are train/*.jpg, val/*.jpg, style.jpg and features.safetensors."
         )
-    train, test = (torch.stack([_square(path) for path in found]) for found in parts.values())
+    train, test = (torch.stack([square(path) for path in found]) for found in parts.values())
     features = Features(load_file(str(file)))
     with torch.no_grad():
-        seen = features(_floats(_square(folder / "style.jpg")[None]))
+        seen = features(_floats(square(folder / "style.jpg")[None]))
     return Style(train, test, [gram(level) for level in seen], features)
 
 
-def _square(path: Path) -> Tensor:
+def square(path: Path) -> Tensor:
     """The middle of a photo."""
 
     def middle(image: Any) -> Any:
