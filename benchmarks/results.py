@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import figures
+from beyond import NOT_YET, painting, segmentation
+from figures import PAPER
 from polarprune.experiments.methods import METHODS
 from polarprune.experiments.recipes import RECIPES, Controls
 from sayings import SAYINGS
 
 ROOT = Path(__file__).parent.parent
 MARKS = ("<!-- results table -->", "<!-- end of results table -->")
-NOT_YET = "not run yet"
 NAMES = {"resnet56": "ResNet-56", "vgg16": "VGG-16", "mobilenetv2": "MobileNetV2"}
 
 
@@ -33,7 +34,6 @@ class Claim(NamedTuple):
     accuracy: float
 
 
-PAPER = json.loads((ROOT / "benchmarks" / "paper.json").read_text(encoding="utf-8"))
 CLAIMS = [
     Claim(network, row["baseline"], row["ratio"], row["accuracy"])
     for network in NAMES
@@ -329,6 +329,10 @@ def page(runs: list[Stored], folder: Path) -> str:
         "are runs of 30 epochs on ResNet-56 and CIFAR-10, from the same baseline and without a "
         "teacher; the paper's are on ImageNet.",
         *shown(),
+        "## Segmentation",
+        *segmentation(folder),
+        "## Style transfer",
+        *painting(folder),
         "## Numbers chosen on held-out images",
         "Baselines that did not learn from a part of the training set, and were scored on it after "
         "the last epoch. Other numbers: [experiments.md](experiments.md).",

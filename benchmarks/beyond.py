@@ -1,0 +1,122 @@
+"""Beyond classification: what docs/results.md says of DeepLabV3+ and of style transfer."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import figures
+from figures import PAPER
+from polarprune.experiments.recipes import RECIPES
+
+NOT_YET = "not run yet"
+BRANCHES = {  # of the pyramid, and the groups of their channels
+    "1 × 1": "pyramid.ways.0.0", "rate 6": "pyramid.ways.1.0", "rate 12": "pyramid.ways.2.0",
+    "rate 18": "pyramid.ways.3.0", "mean": "pyramid.whole.0",
+}  # fmt: skip
+
+
+def cards(folder: Path, stem: str) -> list[dict[str, Any]]:
+    """The largest network first."""
+    found = [json.loads(file.read_text()) for file in folder.glob(f"{stem}-*/card.json")]
+    return sorted(found, key=lambda card: -float(card["macs_share"]))
+
+
+def of(card: dict[str, Any], stage: str) -> float:
+    rows = [row for row in card["table"] if row["stage"] == stage]
+    return float(rows[0][card["measure"]])
+
+
+def picture(name: str) -> list[str]:
+    return [f"![{name}](figures/{name}.png)"] if (figures.OUT / f"{name}.png").exists() else []
+
+
+def where(card: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in card["versions"].items())
+    return f"{card['machine']} ({versions})"
+
+
+# --- segmentation ---------------------------------------------------------------------------------
+
+
+def segmentation(folder: Path) -> list[str]:
+    """Parts of the page."""
+    runs, paper = cards(folder, "voc"), PAPER["voc"]
+    if not runs:
+        return [NOT_YET]
+    first = runs[0]
+    full = [str(first["widths"][group][1]) for group in BRANCHES.values()]
+    lines = [
+        "| paper: FLOPs left | mIoU | ours: MACs left | mIoU | params left | "
+        f"{' | '.join(BRANCHES)} |",
+        "|---" * (5 + len(BRANCHES)) + "|",
+        f"| 100 | {100 * paper['baseline']:.1f} | 100 | {100 * of(first, 'baseline'):.1f} | 100 | "
+        f"{' | '.join(full)} |",
+    ]
+    for run in runs:
+        near = min(range(4), key=lambda k: abs(paper["ratio"][k] - 100 * run["macs_share"]))
+        left = [str(run["widths"][group][0]) for group in BRANCHES.values()]
+        lines.append(
+            f"| {paper['ratio'][near]} | {100 * paper['mIoU'][near]:.1f} | "
+            f"{100 * run['macs_share']:.1f} | **{100 * of(run, 'after removal'):.1f}** | "
+            f"{100 * run['params_share']:.1f} | {' | '.join(left)} |"
+        )
+    return [_setting(first, folder), "\n".join(lines), _seen(runs), *picture("masks")]
+
+
+def _setting(card: dict[str, Any], folder: Path) -> str:
+    ours, paper = card["recipe"], RECIPES["deeplabv3plus"]
+    log = (folder / "voc-backbone" / "log.jsonl").read_text().splitlines()
+    backbone = json.loads(log[-1])
+    return (
+        f"DeepLabV3+ with a ResNet-50, output stride 16, mIoU in percent after removal without "
+        f"fine-tuning; the last columns are the channels left in each branch of the pyramid. This "
+        f"is not the paper's setting: {card['trained_on']} photos to learn from and "
+        f"{card['scored_on']} to score on, mostly of animals (part of VOC 2012, own split), where "
+        f"others have 10,582 and 1,449; the backbone learned from CIFAR-10, enlarged to 128 × "
+        f"128 ({backbone['epochs']} epochs, {100 * backbone['accuracy']:.1f} % on its test set), "
+        f"the paper's from ImageNet; {ours['baseline_epochs']} + {ours['epochs']} epochs, batches "
+        f"of {ours['batch']} at a rate of {ours['lr']:g} for all layers, the paper has "
+        f"{paper.lr:g} for the head and a tenth of it for the backbone. One run each, on "
+        f"{where(card)}."
+    )
+
+
+def _seen(runs: list[dict[str, Any]]) -> str:
+    closed = {
+        f"{100 * run['macs_share']:.0f} %": [
+            name for name, group in BRANCHES.items() if run["widths"][group][0] == 0
+        ]
+        for run in runs
+    }
+    told = [f"at {share}: {', '.join(names)}" for share, names in closed.items() if names]
+    same = "rate 18" in closed[next(iter(closed))]
+    exact = sum(run["identical_predictions"] for run in runs)
+    return (
+        f"Branches that closed as a whole: {'; '.join(told) or 'none'}. The paper saw the one of "
+        f"rate 18 vanish at {PAPER['voc']['ratio'][0]} %, "
+        f"{'and so do we' if same else 'which is not what happens here'}. Every pixel is named "
+        f"alike before and after removal in {exact} of {len(runs)} networks."
+    )
+
+
+# --- style transfer -------------------------------------------------------------------------------
+
+
+def painting(folder: Path) -> list[str]:
+    runs = cards(folder, "style")
+    if not runs:
+        return [NOT_YET]
+    run = runs[0]
+    before, after = of(run, "baseline"), of(run, "after removal")
+    recipe = run["recipe"]
+    told = (
+        f"The feed-forward network of Johnson et al. at {100 * run['macs_share']:.1f} % of its "
+        f"MACs (the paper: {' and '.join(str(share) for share in PAPER['style']['ratio'])} %): the "
+        f"perceptual loss on {run['scored_on']} photos that it did not see is {after:.3g}, that of "
+        f"the whole network {before:.3g} ({after / before - 1:+.1%}). Not as in the paper: "
+        f"features are those of our pruned VGG-16 for CIFAR-10, scaled to the size of ImageNet's, as no "
+        f"other weights were at hand; the style is drawn by a script; {run['trained_on']} photos "
+        f"of VOC, {recipe['baseline_epochs']} + {recipe['epochs']} epochs. One run, on "
+        f"{where(run)}."
+    )
+    return [told, *picture("paintings")]
