@@ -499,8 +499,8 @@ def test_a_run_that_is_finished_is_not_done_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--hold-out", "-5"], "--hold-out -5, --dry-run 0: give numbers from 0 on"),
-        (["--hold-out", "100000"], "fewer than the"),
+        (["--hold-out", "-5"], "--hold-out -5: give a number from 0 on"),
+        (["--hold-out", "100000"], "less than the 100 examples"),
         (["--dry-run", "-2"], "--dry-run -2"),
         (["--set", "batch=60000"], "less than one batch"),
         (["--device", "gpu"], "--device gpu: give cpu or cuda"),
@@ -519,6 +519,47 @@ def test_a_training_that_cannot_be_is_not_begun(
     )
     assert done.exit_code == 1 and said in " ".join(done.output.split())
     assert not (out / "baseline.safetensors").exists()
+
+
+def test_a_sweep_prunes_one_baseline_to_several_budgets(tmp_path: Path) -> None:
+    written(tmp_path, "bin")
+    out = tmp_path / "out"
+    start = ["sweep", "tiny", "--data", f"cifar10:{tmp_path}", "--device", "cpu", "--out", str(out)]
+    start += ["--set", "epochs=2", "--set", "baseline_epochs=1"]
+    start += ["--macs", "0.7", "--macs", "0.4", "--macs", "0.7"]
+    done = runner.invoke(app, start)
+    assert done.exit_code == 0, done.output
+    rows = json.loads((out / "sweep.json").read_text())
+    assert [row["budget"] for row in rows] == [0.7, 0.4]
+    assert all(row["macs"] <= row["budget"] for row in rows) and rows[0]["macs"] > 0.5
+    assert len({row["baseline"] for row in rows}) == 1 and done.output.count("baseline 1/1") == 1
+    for row in rows:
+        card = json.loads((out / f"macs-{row['budget']:g}" / "card.json").read_text())
+        assert card["accuracy"] == row["score"] and f"{row['macs']:.2%}" in done.output
+    assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    kept = (out / "macs-0.4" / "log.jsonl").read_bytes()
+    assert runner.invoke(app, [*start, "--macs", "0.9"]).exit_code == 0  # what is there stays
+    assert (out / "macs-0.4" / "log.jsonl").read_bytes() == kept
+    assert len(json.loads((out / "sweep.json").read_text())) == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--macs", "0.5", "--macs", "1.5"], "macs=1.5"),
+        (["--macs", "0.5", "--method", "foo"], "no method 'foo'"),
+        (["--macs", "0.5", "--out", "{}/text"], "that is a file"),
+        (["--macs", "0.5", "--macs", "0.0001"], "lowest"),
+    ],
+)
+def test_a_sweep_that_cannot_be_is_not_begun(given: list[str], said: str, tmp_path: Path) -> None:
+    written(tmp_path, "bin")
+    (tmp_path / "text").write_text("nothing")
+    usual = ["sweep", "tiny", "--data", f"cifar10:{tmp_path}", "--out", str(tmp_path / "out")]
+    usual += ["--set", "epochs=1", "--set", "baseline_epochs=1"]
+    done = runner.invoke(app, [*usual, *(part.format(tmp_path) for part in given)])
+    assert done.exit_code == 1 and said in " ".join(done.output.split()), done.output
+    assert not list((tmp_path / "out").glob("*/card.json"))
 
 
 def test_the_seed_may_be_given_twice(tmp_path: Path) -> None:

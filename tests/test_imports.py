@@ -22,7 +22,7 @@ ORDER = [
     "attention", "leftovers", "surgery", "proof", "trial", "look", "trace", "gates", "bank",
     "place", "compact", "prox", "schedule", "stepper", "budget", "controller", "bench", "latency",
     "controls", "html", "report", "pictures", "settings", "pruner", "checkpoint", "demo",
-    "experiments", "cli",
+    "deploy", "experiments", "cli",
 ]
 EXPERIMENTS = [
     "recipes", "processes", "task", "data", "voc", "imagenet", "style", "deeplab", "networks",

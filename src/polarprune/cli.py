@@ -1,4 +1,5 @@
-"""The command line: `polarprune demo`, `train`, `eval`, `inspect`, `bench`, `report`."""
+"""The command line: `polarprune demo`, `inspect`, `train`, `sweep`, `eval`, `export`, `bench`,
+`report`."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import importlib
 import json
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,13 +22,15 @@ from torch import nn
 from .bench import Timing, environment, side_by_side
 from .checkpoint import load, save
 from .demo import Demo, Settings
+from .deploy import FORMATS, deploy
 from .errors import PruneError
 from .experiments import methods
 from .experiments.kinds import KINDS, open_data
 from .experiments.processes import joined, place
 from .experiments.recipes import RECIPES, Recipe, recipe
 from .experiments.run import Run, rebuilt
-from .pictures import save_gate_histogram
+from .experiments.task import Task
+from .pictures import save_curve, save_gate_histogram
 from .report import Report
 from .settings import check_settings
 from .trace import trace
@@ -170,50 +175,77 @@ def train(
     try:
         if given:
             methods.check(method, given)
-        own = {} if seed is None else {"seed": seed}
-        wanted = recipe(network, **{**_changes(change or []), **own})
-        found = open_data(data, wanted)
-        if not 0 <= hold_out < found.counts[0] or dry_run < 0:
-            raise PruneError(
-                f"--hold-out {hold_out}, --dry-run {dry_run}: give numbers from 0 on, and hold out "
-                f"fewer than the {found.counts[0]:,} examples there are to learn from."
-            )
-        found = found.held_out(hold_out) if hold_out else found
-        here = _device(device)
-        with joined(here) as here, _bar() as bar:
-            console.quiet = place()[0] > 0
-            task = bar.add_task("starting", total=None, info="")
-
-            def show(row: dict[str, Any]) -> None:
-                bar.update(task, completed=row["epoch"], total=row["epochs"],
-                           description=row["stage"], info=_line(row))  # fmt: skip
-                if not console.is_terminal:  # a log: there is no bar to be seen
-                    console.print(f"{row['stage']} {row['epoch']}/{row['epochs']}  {_line(row)}",
-                                  soft_wrap=True, highlight=False)  # fmt: skip
-
+        wanted, found = _prepared(network, data, change, seed, hold_out)
+        if dry_run < 0:
+            raise PruneError(f"--dry-run {dry_run}: give a number of steps.")
+        with _shown(device) as (here, show):
             run = Run(wanted, found, out, device=here, progress=show)
             if dry_run:
-                bar.update(task, visible=False)
                 _rehearsed(run.rehearse(dry_run, **(given or {"macs": 0.5})))
                 return
-            run.claim({"method": method, "budget": given, "hold_out": hold_out})
-            done = run.finished() if given else None
-            if done is not None:
-                card = done
-            else:
-                model = run.baseline(baseline, start)
-                if not given:
-                    console.print(f"baseline: {found.shown(run.score(model))}", markup=False)
-                    return
-                card = methods.prune(run, model, method, **given)
+            card = _pruned(run, method, given, hold_out, baseline, start)
     except PruneError as error:
         _fail(error)
+    if card is None:
+        return
     for row in card["table"]:
         score = found.shown(row[found.measure])
         console.print(f"{row['stage']:>16}  {score}  {row['macs']:,} MACs  "
                       f"{row['params']:,} params", markup=False, highlight=False)  # fmt: skip
     console.print(f"{card['macs_share']:.2%} of the MACs, {card['params_share']:.2%} of the params."
                   f" Written to {out}/", markup=False)  # fmt: skip
+
+
+def _prepared(
+    network: str, data: str, change: list[str] | None, seed: int | None, hold_out: int
+) -> tuple[Recipe, Task]:
+    """The recipe with its changes, and the data it is for."""
+    own = {} if seed is None else {"seed": seed}
+    wanted = recipe(network, **{**_changes(change or []), **own})
+    found = open_data(data, wanted)
+    if not 0 <= hold_out < found.counts[0]:
+        raise PruneError(
+            f"--hold-out {hold_out}: give a number from 0 on, less than the {found.counts[0]:,} "
+            f"examples there are to learn from."
+        )
+    return wanted, found.held_out(hold_out) if hold_out else found
+
+
+@contextmanager
+def _shown(device: str) -> Iterator[tuple[str, Callable[[dict[str, Any]], None]]]:
+    """The device of this process, and what shows a row of a log."""
+    with joined(_device(device)) as here, _bar() as bar:
+        console.quiet = place()[0] > 0
+        task = bar.add_task("starting", total=None, info="", visible=False)
+
+        def show(row: dict[str, Any]) -> None:
+            bar.update(task, completed=row["epoch"], total=row["epochs"], visible=True,
+                       description=row["stage"], info=_line(row))  # fmt: skip
+            if not console.is_terminal:  # a log: there is no bar to be seen
+                console.print(f"{row['stage']} {row['epoch']}/{row['epochs']}  {_line(row)}",
+                              soft_wrap=True, highlight=False)  # fmt: skip
+
+        yield here, show
+
+
+def _pruned(
+    run: Run,
+    method: str,
+    given: dict[str, float],
+    hold_out: int,
+    baseline: Path | None,
+    start: Path | None = None,
+) -> dict[str, Any] | None:
+    """The card of a run, of now or of before; without a budget there is none, only a baseline."""
+    run.claim({"method": method, "budget": given, "hold_out": hold_out})
+    done = run.finished() if given else None
+    if done is not None:
+        return done
+    model = run.baseline(baseline, start)
+    if given:
+        return methods.prune(run, model, method, **given)
+    console.print(f"baseline: {run.data.shown(run.score(model))}", markup=False)
+    return None
 
 
 def _rehearsed(found: dict[str, Any]) -> None:
@@ -243,6 +275,69 @@ def _changes(given: list[str]) -> dict[str, Any]:
     return found
 
 
+@app.command()
+def sweep(
+    network: Annotated[str, typer.Argument(help="a recipe: " + ", ".join(RECIPES))],
+    data: Annotated[str, typer.Option(help=", ".join(f"{kind}:DIR" for kind in KINDS))],
+    macs: Annotated[list[float], typer.Option(help="a budget, as in train; several times")],
+    method: Annotated[str, typer.Option(help="as in train")] = "gdp",
+    out: Annotated[Path, typer.Option(help="folder for a run of each budget, and the curve")] = (
+        Path("runs/sweep")
+    ),
+    baseline: Annotated[
+        Path | None, typer.Option(help="weights of the whole network; trained and written there")
+    ] = None,
+    change: Annotated[
+        list[str] | None, typer.Option("--set", help="another number in the recipe: epochs=100")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="of all random numbers")] = None,
+    hold_out: Annotated[
+        int, typer.Option(help="score on so many training images instead of the test set")
+    ] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda; whatever is there")] = "",
+) -> None:
+    """Prune one network to several budgets: what is left of its score at each of them."""
+    cards = []
+    try:
+        for share in macs:
+            methods.check(method, {"macs": share})
+        if out.exists() and not out.is_dir():
+            raise PruneError(f"--out {out}: that is a file; give a folder.")
+        wanted, found = _prepared(network, data, change, seed, hold_out)
+        with _shown(device) as (here, show):
+            for share in sorted(set(macs)):  # the one that may be out of reach comes first
+                run = Run(wanted, found, out / f"macs-{share:g}", device=here, progress=show)
+                whole = baseline or out / "baseline.safetensors"
+                cards.append(_pruned(run, method, {"macs": share}, hold_out, whole))
+    except PruneError as error:
+        _fail(error)
+    rows = [_point(card) for card in cards[::-1] if card]
+    if place()[0] == 0:
+        (out / "sweep.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        save_curve(rows, found.measure, out / "sweep.png")
+    table = Table(box=None, padding=(0, 1))
+    for column in ("budget", "MACs", "params", found.measure, "baseline"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        scores = (found.shown(row[key]) for key in ("score", "baseline"))
+        table.add_row(f"{row['budget']:.2%}", f"{row['macs']:.2%}", f"{row['params']:.2%}", *scores)
+    console.print(table)
+    console.print(f"Written to {out}/: sweep.json, sweep.png, and a folder for each budget",
+                  markup=False)  # fmt: skip
+
+
+def _point(card: dict[str, Any]) -> dict[str, float]:
+    """Of a curve; costs are shares."""
+    first, last = card["table"][0], card["table"][-1]
+    return {
+        "budget": card["budget"]["macs"],
+        "macs": card["macs_share"],
+        "params": card["params_share"],
+        "score": last[card["measure"]],
+        "baseline": first[card["measure"]],
+    }
+
+
 @app.command("eval")
 def evaluate(
     file: Annotated[Path, typer.Argument(help="a model of the zoo, or one that train wrote")],
@@ -267,6 +362,27 @@ def evaluate(
         f"{time.perf_counter() - start:.0f} s (its card: {task.shown(card[task.measure])})",
         markup=False,
     )
+
+
+@app.command()
+def export(
+    file: Annotated[Path, typer.Argument(help="a pruned model: of the zoo, of train, of save")],
+    to: Annotated[Path, typer.Option(help="the file to write: " + ", ".join(FORMATS))],
+    shape: Annotated[list[str], typer.Option(help="shape of an input, as 1,3,32,32")],
+    model: Annotated[
+        str, typer.Option(help="package.module:callable that makes the whole model, if it is yours")
+    ] = "",
+) -> None:
+    """Write a pruned model for where it runs: ONNX, or a program of torch.export; compared."""
+    try:
+        small = load(file, model=_made(model)) if model else rebuilt(file)[0]
+        apart, any_size = deploy(small, _inputs(shape), to)
+    except PruneError as error:
+        _fail(error)
+    batch = "batches of any size" if any_size else "batches of this size only"
+    console.print(f"{to}: {to.stat().st_size / 2**20:.1f} MiB, {batch}; outputs differ from the "
+                  f"model's by {apart:.1e} of the largest", markup=False, highlight=False,
+                  soft_wrap=True)  # fmt: skip
 
 
 @app.command()

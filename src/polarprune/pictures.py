@@ -13,26 +13,46 @@ _TOP = 0.5  # where the paper cuts the frequencies off
 
 def save_gate_histogram(report: Report, path: str | PathLike[str]) -> None:
     """Write the paper's figure as PNG: density histograms of gates as the training goes on."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise PruneError(
-            "save_gate_histogram: matplotlib is missing: pip install polarprune[cli]"
-        ) from error
     rows = report.snapshots(7)
     if not rows:
         raise PruneError(
             "save_gate_histogram: the report has no history; take it from pruner.report()."
         )
-    figure = Figure(
-        figsize=(2 * len(rows), 2.4), layout="constrained"
-    )  # no pyplot: no global state
+    figure = _figure(2 * len(rows), 2.4)
     panels = figure.subplots(1, len(rows), sharey=True, squeeze=False)[0]
     for panel, row in zip(panels, rows, strict=True):
         _draw(panel, row)
     panels[0].set_ylabel("frequency of gates")
     figure.supxlabel("gate value", fontsize=10)
     figure.savefig(path, format="png", dpi=200)
+
+
+def save_curve(rows: list[dict[str, float]], measure: str, path: str | PathLike[str]) -> None:
+    """Write a sweep as PNG: what is left of a score beside what is left of the MACs."""
+    figure = _figure(4.4, 3.2)
+    panel = figure.subplots()
+    whole = rows[0]["baseline"]
+    panel.axhline(whole, color="#767676", ls="--", lw=1)
+    panel.annotate("whole network", (1, whole), (0, 3), xycoords=("axes fraction", "data"),
+                   textcoords="offset points", ha="right", fontsize=9, color="#767676")  # fmt: skip
+    left = [100 * row["macs"] for row in rows]
+    panel.plot(left, [row["score"] for row in rows], "o-", color="#0072b2", ms=5)
+    panel.set(xlabel="MACs left (%)", ylabel=measure)
+    panel.margins(0.08, 0.15)
+    panel.grid(color="#e5e5e5")
+    panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, format="png", dpi=200)
+
+
+def _figure(width: float, height: float) -> Any:
+    """Without pyplot, which has global state."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PruneError(
+            "pictures are drawn with matplotlib: pip install polarprune[cli]"
+        ) from error
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def _draw(panel: Any, row: dict[str, Any]) -> None:

@@ -1,0 +1,105 @@
+"""`polarprune export`: what is written computes what the model computes, or it is not written."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import polarprune as pp
+from polarprune import deploy
+from polarprune.cli import app
+from polarprune.demo import DigitsNet
+
+# torch's own exporter still uses a name that torch gave up
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pruned DigitsNet."""
+    torch.manual_seed(0)
+    pruner = pp.Pruner(DigitsNet(), torch.randn(2, 1, 8, 8), macs=0.5, steps=2)
+    for _ in range(2):
+        pruner.step()
+    path = tmp_path_factory.mktemp("pruned") / "small.safetensors"
+    pp.save(pruner.export(), path)
+    return path
+
+
+@pytest.mark.parametrize("suffix", list(deploy.FORMATS))
+def test_what_is_written_computes_the_same_for_any_batch(file: Path, suffix: str) -> None:
+    to = file.with_suffix(suffix)
+    given = ["--model", "polarprune.demo:DigitsNet", "--shape", "1,1,8,8", "--to", str(to)]
+    done = CliRunner().invoke(app, ["export", str(file), *given])
+    assert done.exit_code == 0, done.output
+    assert "batches of any size" in done.output and to.name in done.output
+    small = pp.load(file, model=DigitsNet()).eval()
+    x = torch.randn(7, 1, 8, 8)
+    if suffix == ".onnx":
+        session = onnxruntime.InferenceSession(to)
+        found = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+    else:
+        found = torch.export.load(to).module()(x)
+    with torch.no_grad():
+        torch.testing.assert_close(found, small(x), rtol=1e-4, atol=1e-5)
+    assert sorted(path.suffix for path in file.parent.iterdir() if "new" in path.name) == []
+
+
+class OneOnly(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) != 1:
+            raise RuntimeError("one at a time")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("suffix", list(deploy.FORMATS))
+def test_a_size_that_is_in_the_code_stays(tmp_path: Path, suffix: str) -> None:
+    apart, any_size = deploy.deploy(OneOnly(4, 3), (torch.randn(1, 4),), tmp_path / f"x{suffix}")
+    assert apart < 1e-6 and not any_size
+
+
+def test_what_differs_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(model: nn.Module, inputs: deploy.Inputs, any_size: bool, file: Path) -> deploy.Answer:
+        file.write_text("half")
+        return lambda some: [1.01 * model(*some)]
+
+    monkeypatch.setitem(deploy.FORMATS, ".pt2", wrong)
+    kept = tmp_path / "x.pt2"
+    kept.write_text("the one before")
+    with pytest.raises(pp.PruneError, match=r"differ from the model's by 1\.0e-02 of the largest"):
+        deploy.deploy(nn.Linear(4, 3), (torch.randn(1, 4),), kept)
+    assert kept.read_text() == "the one before" and list(tmp_path.iterdir()) == [kept]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--to", "{}/x.tflite"], "give a name that ends in .onnx or .pt2"),
+        (["--to", "{}/none/x.pt2"], "there is no folder"),
+        (["--to", "{}/x.pt2", "--shape", "a"], "give sizes, as 1,3,224,224"),
+        (["--to", "{}/x.pt2", "--model", "polarprune.demo:Missing"], "it could not be made"),
+        (["--to", "{}/x.pt2", "--model", ""], "its card names the network None"),
+        (["--to", "{}/x.pt2", "--shape", "1,5,8,8"], "x.pt2: this model could not be written so"),
+    ],
+)
+def test_mistakes_get_one_line(file: Path, given: list[str], said: str, tmp_path: Path) -> None:
+    usual = {"--shape": "1,1,8,8", "--model": "polarprune.demo:DigitsNet"}
+    usual |= dict(zip(given[::2], (part.format(tmp_path) for part in given[1::2]), strict=True))
+    done = CliRunner().invoke(
+        app, ["export", str(file), *(part for pair in usual.items() for part in pair)]
+    )
+    assert done.exit_code == 1 and said in " ".join(done.output.split()), done.output
+    assert "PruneError" in done.output and "Traceback" not in done.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_onnx_is_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(pp.PruneError, match=r"pip install polarprune\[onnx\]"):
+        deploy.deploy(nn.Linear(4, 3), (torch.randn(1, 4),), tmp_path / "x.onnx")
