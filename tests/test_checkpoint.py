@@ -236,6 +236,28 @@ def test_path_may_be_text(tmp_path: Path) -> None:
 # the file
 
 
+def test_file_has_the_permissions_of_any_new_file(saved: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    plain.touch()
+    assert saved.stat().st_mode == plain.stat().st_mode
+
+
+def test_what_was_there_stays_if_writing_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(tensors: Any, path: str, metadata: Any) -> None:
+        Path(path).write_bytes(b"half of it")
+        raise OSError("no space left")
+
+    model, _ = shrunk("digits_resnet", "half")
+    path = tmp_path / "small.safetensors"
+    path.write_bytes(b"the one before")
+    monkeypatch.setattr("polarprune.checkpoint.save_file", full)
+    with pytest.raises(pp.PruneError, match="no space left"):
+        pp.save(model, path)
+    assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == b"the one before"
+
+
 def test_file_is_safetensors_with_json_and_nothing_else(saved: Path) -> None:
     data = saved.read_bytes()
     length = int.from_bytes(data[:8], "little")

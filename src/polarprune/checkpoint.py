@@ -47,9 +47,25 @@ def save(model: nn.Module, path: str | Path, *, card: dict[str, Any] | None = No
             tensors[name] = tensor.detach().contiguous().clone()
     content = {"version": _VERSION, "recipe": recipe, "aliases": aliases, "card": card or {}}
     try:
-        save_file(tensors, str(path), metadata={_KEY: json.dumps(content)})
+        write_tensors(tensors, Path(path), {_KEY: json.dumps(content)})
     except (OSError, TypeError, KeyError, ValueError, SafetensorError) as error:
         raise PruneError(f"save: {path} cannot be written: {error!r}.") from error
+
+
+def write_tensors(
+    tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
+) -> None:
+    """All of it or nothing, and with the permissions of any new file: safetensors' own are for the
+    owner alone."""
+    new = path.with_name(f"{path.name}.new")
+    try:
+        new.touch()
+        mode = new.stat().st_mode
+        save_file(tensors, str(new), metadata=metadata)
+        new.chmod(mode)
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def load(path: str | Path, *, model: nn.Module) -> nn.Module:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from ..bench import environment
-from ..checkpoint import load, read_card, save
+from ..checkpoint import load, read_card, save, write_tensors
 from ..errors import PruneError
 from ..pruner import Pruner
 from ..surgery import RECIPE
@@ -319,9 +319,7 @@ class Run:
 
 
 def write_state(model: nn.Module, file: Path) -> None:
-    new = file.with_suffix(".new")
-    save_file({k: v.cpu().contiguous() for k, v in model.state_dict().items()}, str(new))
-    new.replace(file)  # whole: other runs may wait for it
+    write_tensors({k: v.cpu().contiguous() for k, v in model.state_dict().items()}, file)
 
 
 def read_state(model: nn.Module, file: Path) -> nn.Module:
