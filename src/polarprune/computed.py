@@ -77,6 +77,7 @@ def _fold_in(module: nn.Module, leaf: str, parts: Any, value: Tensor) -> None:
         tensor.data = value
     else:
         learns = any(held.requires_grad for held in originals)
+        learns |= any(part.learns() for part in parts if hasattr(part, "learns"))
         tensor = nn.Parameter(value, learns) if originals else value
     lists: Any = module.parametrizations
     del lists[leaf]
@@ -91,6 +92,8 @@ def _fold_in(module: nn.Module, leaf: str, parts: Any, value: Tensor) -> None:
     others = dict(table)
     table.clear()
     table.update({leaf: tensor, **others})  # where it stood: weights come first
+    for name in {name for part in parts for name in getattr(part, "unread", ())}:
+        delattr(module, name)
 
 
 def by_hooks(model: nn.Module) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import inspect
 import math
 import operator
 import random
@@ -52,6 +53,13 @@ class Emission:
                 "Trace with an example of the form in use."
             )
         return [leaf for i, leaf in enumerate(leaves) if str(i) not in self.fixed]
+
+    @property
+    def simple(self) -> int | None:
+        """How many arguments it takes, if these are tensors one after the other."""
+        count = sum(node.op == "placeholder" for node in self.graphs["train"].nodes)
+        _, form = pytree.tree_flatten(((0,) * count, {}))
+        return count if not self.fixed and pytree.treespec_dumps(form) == self.form else None
 
     @property
     def only(self) -> fx.Graph | None:
@@ -160,27 +168,42 @@ def _same(one: Any, other: Any) -> bool:
 
 def with_forward(module: nn.Module, emission: Emission) -> nn.Module:
     """The same module, of a subclass of its class that computes what the graphs say."""
+    return with_method(module, forward_of(emission))
+
+
+def forward_of(emission: Emission) -> Callable[..., Any]:
     functions = {mode: compiled(graph) for mode, graph in emission.graphs.items()}
+    simple = emission.simple
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return functions["train" if self.training else "eval"](self, *emission.leaves(args, kwargs))
+        function = functions["train" if self.training else "eval"]
+        if len(args) == simple and not kwargs:  # nothing that torch.compile would stumble on
+            return function(self, *args)
+        return function(self, *emission.leaves(args, kwargs))
 
-    return with_method(module, forward)
+    return forward
 
 
-def with_method(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
+def with_method(
+    module: nn.Module, forward: Callable[..., Any], *, widths_change: bool = False
+) -> nn.Module:
+    """Of a subclass of its class that has this forward; numbers that it would not look at may not
+    change, or whole numbers only."""
     family = type(module)
     vars(module).pop("forward", None)  # a method that it chose would come before its class
 
     def set_unless_baked(self: nn.Module, name: str, value: Any) -> None:
         known = numbers_in(self)
-        if name in known and value != known[name]:
+        free = widths_change and type(value) is int
+        if name in known and value != known[name] and not free:
             raise PruneError(
                 f"{family.__name__}.{name} = {value!r}: the code of this module was re-emitted "
-                f"when it was cut, with {known[name]!r}, and would go on with that. Set it before."
+                f"with {known[name]!r}, and would go on with that. Set it before."
             )
         family.__setattr__(self, name, value)
 
+    with suppress(TypeError, ValueError):  # torch.export goes by it
+        forward.__signature__ = inspect.signature(family.forward)  # type: ignore[attr-defined]
     methods = {"forward": forward, "__setattr__": set_unless_baked}
     module.__class__ = type(family.__name__, (family,), methods)
     return module

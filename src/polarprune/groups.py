@@ -19,6 +19,7 @@ from torch import Tensor
 from .emit import Emission
 from .errors import PruneError
 from .flow import Contraction, Statistic
+from .inline import Inline
 from .labels import support
 from .tape import Op, Tape, Value
 
@@ -70,6 +71,9 @@ class Graph:
     # what modules with re-emitted code held when they were traced
     held: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
     computed: list[str] = field(default_factory=list, repr=False)  # weights, by parametrizations
+    inline: dict[str, Inline] = field(
+        default_factory=dict, repr=False
+    )  # layers that compute theirs
     # module -> attributes of it that hold a width, and where in the module that width occurs
     numbers: dict[str, dict[str, Place]] = field(default_factory=dict, repr=False)
     rewired: dict[str, Emission] = field(default_factory=dict, repr=False)  # re-emitted code

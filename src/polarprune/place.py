@@ -13,6 +13,7 @@ from .computed import parametrized
 from .errors import PruneError
 from .gates import ALPHA_START, Gate, GatedWeight, GateVector
 from .groups import Graph, stays
+from .inline import expose
 from .norms import weigh
 from .proof import difference, in_double
 from .surgery import plain
@@ -29,6 +30,7 @@ def install(model: nn.Module, graph: Graph, example: Example) -> dict[str, Gate]
     before = [(module, type(module), dict(vars(module))) for module in model.modules()]
     tables = [(v, dict(v)) for _, _, own in before for v in own.values() if isinstance(v, dict)]
     try:
+        expose(model, graph.inline)
         place(model, graph, gates, torch.ones(graph.units, dtype=torch.bool, device="cpu"))
         _check(model, graph, gates, example)
     except Exception as error:

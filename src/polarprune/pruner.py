@@ -17,12 +17,12 @@ from torch.optim.swa_utils import AveragedModel
 
 from .budget import Budget
 from .compact import Pace, Rebuild, check_held, gates_in, plan_of, skeleton
-from .computed import baked
 from .controller import Controller
 from .errors import PruneError
 from .flow import Rule
 from .gates import Gate, gate_value
 from .groups import Graph, Plan
+from .inline import all_baked
 from .latency import Stopwatch
 from .place import install
 from .proof import check_macs, example_for, prove_cut, prove_equal
@@ -105,7 +105,7 @@ class Pruner:
             self._watch.install(self.budget)
         if limits:
             self.budget.check_reachable()
-        self._bare = skeleton(baked(model))
+        self._bare = skeleton(all_baked(model, self.graph.inline))
         self._slots = empty_slots(model)
         self._present = torch.ones(self.graph.units, dtype=torch.bool, device="cpu")
         self.gates: dict[str, Gate] = install(model, self.graph, example_inputs)

@@ -17,10 +17,11 @@ from torch.nn.modules import batchnorm, conv, instancenorm, padding, pooling
 
 from .attention import Attention
 from .blocks import Edit, owner_of, take_out, vanishing, write_down
-from .computed import bake, baked, is_gated, parametrized
+from .computed import bake, is_gated, parametrized
 from .emit import compiled, decode, encode, with_forward, with_method
 from .errors import PruneError
 from .groups import Graph, Plan, module_of, stays
+from .inline import all_baked, expose
 from .leftovers import Constant, Hollow
 from .norms import Fixed, unweigh, weigh, weight_of
 from .rewire import rewiring
@@ -47,6 +48,7 @@ class Recipe:
     rewired: dict[str, Any] = field(default_factory=dict)  # code that bakes in widths, re-emitted
     vanished: dict[str, list[Edit]] = field(default_factory=dict)  # blocks with closed branches
     computed: list[str] = field(default_factory=list)  # weights that become plain ones
+    unread: list[str] = field(default_factory=list)  # what they were computed from
 
     def to_json(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -66,7 +68,7 @@ def shrink(model: nn.Module, graph: Graph, plan: Plan) -> nn.Module:
                 f"{name}: the plan keeps {left} channels, but at least {group.minimum} must stay, "
                 f"or the input no longer reaches the output."
             )
-    model = baked(model)
+    model = all_baked(model, graph.inline)
     return cut_copy(model, write_recipe(model, graph, plan))
 
 
@@ -100,6 +102,10 @@ def write_recipe(model: nn.Module, graph: Graph, plan: Plan) -> Recipe:
         elif path in graph.weights and _normalises_one_axis(module):
             width = int(stays(graph.weights[path], alive).sum())
             recipe.attributes.setdefault(path, {})["normalized_shape"] = [width]
+    for path, one in graph.inline.items():
+        recipe.unread += [f"{path}.{name}" for name in one.unread]
+        if path not in recipe.constants:
+            recipe.rewired[path] = encode(one.emission)
     for path in graph.rewired:
         graphs = rewiring(path, graph, alive)
         if graphs:
@@ -300,6 +306,10 @@ def _pieces(
 def _reform(model: nn.Module, recipe: Recipe) -> nn.Module:
     """Everything in a recipe but the slices, in place."""
     unweigh(model)
+    for name in recipe.unread:
+        owner, leaf = model.get_submodule(module_of(name)), name.rpartition(".")[2]
+        if hasattr(owner, leaf):
+            delattr(owner, leaf)
     for path, attributes in recipe.attributes.items():
         for key, value in attributes.items():
             value = tuple(value) if isinstance(value, list) else value
@@ -405,7 +415,7 @@ def fold(model: nn.Module, graph: Graph, gates: Tensor) -> None:
 
     Norms over gated channels take them as weights.
     """
-    bake(model, graph.computed)
+    bake(expose(model, graph.inline), graph.computed)
     tensors = dict(named_tensors(model))
     weigh(model, graph, lambda units: Fixed(weight_of(spread(gates, units, 0, 1))))
     with torch.no_grad():

@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from .blocks import dropped_with, remembering
-from .computed import baked, by_hooks, computed, is_gated
+from .computed import by_hooks, computed, is_gated
 from .cost import add_extras
 from .emit import numbers_in
 from .errors import PruneError
 from .flow import Rule
 from .groups import WHOLE, Graph, Place, Plan
+from .inline import all_baked, find
 from .look import Look
 from .rules import RULES
 from .tape import (
@@ -67,8 +68,9 @@ def survey(
     """`trace`; with `numbers`, outputs of trial cuts are compared too, before training starts."""
     check_model(model)
     check_example(model, example)
-    names, hooks = computed(model), by_hooks(model)
-    model = baked(model)
+    inline, hooks = find(model, example), by_hooks(model)
+    names = computed(model) + [f"{path}.{one.leaf}" for path, one in inline.items()]
+    model = all_baked(model, inline)
     patterns = (keep,) if isinstance(keep, str) else tuple(keep)
     look = Look(model, example, patterns, {**RULES, **(rules or {})}, norms)
     with remembering(), _few_collections():
@@ -76,7 +78,7 @@ def survey(
         closable = [name for name, group in graph.open.items() if not group.minimum]
         with on_host():
             add_extras(model, graph, dropped_with(model, graph, closable))
-    graph.computed = names
+    graph.computed, graph.inline = names, inline
     graph.notes += hooks
     graph.held = {path: numbers_in(model.get_submodule(path)) for path in graph.rewired}
     return graph
