@@ -114,9 +114,9 @@ def painting(folder: Path) -> list[str]:
         f"MACs (the paper: {' and '.join(str(share) for share in PAPER['style']['ratio'])} %): the "
         f"perceptual loss on {run['scored_on']} photos that it did not see is {after:.3g}, that of "
         f"the whole network {before:.3g} ({after / before - 1:+.1%}). Not as in the paper: "
-        f"features are those of our pruned VGG-16 for CIFAR-10, scaled to the size of ImageNet's "
-        f"(no other weights were at hand); the style is drawn by a script; {run['trained_on']} "
-        f"photos of VOC, {recipe['baseline_epochs']} + {recipe['epochs']} epochs. One run, on "
-        f"{where(run)}."
+        f"features are those of our pruned VGG-16 for CIFAR-10, scaled until content and "
+        f"style weigh about the same (no other weights were at hand); the style is drawn by a "
+        f"script; {run['trained_on']} photos of VOC, {recipe['baseline_epochs']} + "
+        f"{recipe['epochs']} epochs. One run, on {where(run)}."
     )
     return [told, *picture("paintings")]

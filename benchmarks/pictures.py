@@ -31,7 +31,7 @@ from polarprune.experiments.voc import CLASSES, Voc
 
 OUT = Path(__file__).parent.parent / "docs" / "figures"
 HELD = 20  # photos that are not learned from
-SIZE = 0.5  # of features, on average
+SIZE = 0.18  # of features, on average: content and style then weigh about the same
 
 
 def palette(count: int) -> Any:
@@ -151,7 +151,7 @@ def style_data(given: argparse.Namespace) -> None:
 
 def scale(features: Features, photos: Tensor) -> None:
     """Answers of every level become SIZE on average and mean the same as before: the weights of the
-    two losses are for features about that large, as those of a VGG-16 trained on ImageNet are."""
+    two losses are for features of a VGG-16 trained on ImageNet, and others have other sizes."""
     with torch.no_grad():
         for level, end in enumerate(features.ends):
             size = features(photos)[level].mean() / SIZE

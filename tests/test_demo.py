@@ -105,6 +105,30 @@ def test_bench_puts_a_pruned_model_beside_the_original(written):
     assert "median of 3 runs, batch of 4" in result.output
 
 
+def test_bench_tells_files_of_one_name_apart(written, tmp_path):
+    out, _ = written
+    (tmp_path / "small.safetensors").write_bytes((out / "small.safetensors").read_bytes())
+    asked = ["bench", "polarprune.demo:DigitsNet", "--shape", "4,1,8,8", "--runs", "3"]
+    for folder in (out, tmp_path):
+        asked += ["--small", str(folder / "small.safetensors")]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 0, result.output
+    assert len([line for line in result.output.splitlines() if "%" in line]) == 3
+
+
+def test_whole_numbers_may_be_inputs():
+    result = CliRunner().invoke(app, ["inspect", "test_demo:Words", "--shape", "2,7:int64"])
+    assert result.exit_code == 0, result.output
+    assert "first" in result.output and "open" in result.output
+
+
+class Words(torch.nn.Sequential):
+    def __init__(self):
+        super().__init__()
+        self.words = torch.nn.Embedding(9, 8)
+        self.first, self.last = torch.nn.Linear(8, 6), torch.nn.Linear(6, 2)
+
+
 def test_bench_of_another_model_is_one_clear_line(written, tmp_path):
     out, _ = written
     file = str(out / "small.safetensors")
@@ -151,12 +175,20 @@ def test_compiled_model_is_counted_without_being_compiled_again():
         (["report", "{}/numbers"], "this is not what Report.to_json() writes"),
         (["report", "{}/missing"], "not the report.json of a run"),
         (["bench", "x:y", "--shape", "1,3", "--threads", "-1"], "--threads -1"),
+        (["bench", "x:y", "--shape", "1,3", "--threads", "100000"], "--threads 100000"),
+        (["bench", "torch.nn:Identity", "--shape", "0,3"], "--shape 0,3: give sizes"),
+        (["bench", "torch.nn:Identity", "--shape", "1,3:word"], "--shape 1,3:word: give sizes"),
+        (["bench", "polarprune.demo:DigitsNet", "--shape", "1,3"], "it does not run on --shape"),
+        (["demo", "--macs", "0.00001"], "lowest"),
+        (["demo", "--out", "{}/file/deeper"], "give a folder"),
+        (["report", "{}/report.json", "--html", "{}/no/page.html"], "no/page.html: it cannot be"),
         (["inspect", "nosuch:x", "--shape", "1,3"], "nosuch:x: it could not be made"),
     ],
 )
-def test_mistakes_get_one_line(given, said, tmp_path):
+def test_mistakes_get_one_line(given, said, written, tmp_path):
     (tmp_path / "file").write_text("nothing")
     (tmp_path / "numbers").write_text("[1, 2]")
+    (tmp_path / "report.json").write_bytes((written[0] / "report.json").read_bytes())
     done = CliRunner().invoke(app, [part.format(tmp_path) for part in given])
     assert done.exit_code == 1 and said in " ".join(done.output.split())
     assert "PruneError" in done.output and "Traceback" not in done.output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import onnxruntime
 import pytest
@@ -48,7 +49,7 @@ def test_what_is_written_computes_the_same_for_any_batch(file: Path, suffix: str
         found = torch.export.load(to).module()(x)
     with torch.no_grad():
         torch.testing.assert_close(found, small(x), rtol=1e-4, atol=1e-5)
-    assert sorted(path.suffix for path in file.parent.iterdir() if "new" in path.name) == []
+    assert not [path for path in file.parent.iterdir() if path.is_dir()]
 
 
 class OneOnly(nn.Linear):
@@ -65,9 +66,9 @@ def test_a_size_that_is_in_the_code_stays(tmp_path: Path, suffix: str) -> None:
 
 
 def test_what_differs_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(model: nn.Module, inputs: deploy.Inputs, any_size: bool, file: Path) -> deploy.Answer:
+    def wrong(program: Any, inputs: deploy.Inputs, any_size: bool, file: Path) -> deploy.Answer:
         file.write_text("half")
-        return lambda some: [1.01 * model(*some)]
+        return lambda some: [1.01 * program.module()(*some)]
 
     monkeypatch.setitem(deploy.FORMATS, ".pt2", wrong)
     kept = tmp_path / "x.pt2"
@@ -77,15 +78,93 @@ def test_what_differs_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert kept.read_text() == "the one before" and list(tmp_path.iterdir()) == [kept]
 
 
+class Branch(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return 2 * y if len(x) > 4 else y
+
+
+@pytest.mark.parametrize("suffix", list(deploy.FORMATS))
+def test_a_branch_on_the_size_is_not_written_for_any(tmp_path: Path, suffix: str) -> None:
+    _, any_size = deploy.deploy(Branch(4, 3), (torch.randn(1, 4),), tmp_path / f"x{suffix}")
+    assert not any_size
+
+
+class Detector(nn.Linear):
+    """Large boxes beside small scores, a class, and places that are off."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = super().forward(x)
+        off = torch.where(y > 0, y, float("-inf"))
+        return {"boxes": 1e3 * y, "scores": y.sigmoid(), "kind": y.argmax(1), "off": off}
+
+
+def test_every_output_has_its_own_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Detector(4, 3), torch.randn(2, 4)
+    for suffix in deploy.FORMATS:
+        apart, any_size = deploy.deploy(model, (x,), tmp_path / f"x{suffix}")
+        assert apart < 1e-5 and any_size
+
+    def wrong(program: Any, inputs: deploy.Inputs, any_size: bool, file: Path) -> deploy.Answer:
+        def answer(some: deploy.Inputs) -> list[Tensor]:
+            boxes, scores, *rest = program.module()(*some).values()
+            return [boxes, scores + 0.01, *rest]
+
+        return answer
+
+    monkeypatch.setitem(deploy.FORMATS, ".pt2", wrong)
+    with pytest.raises(pp.PruneError, match="would differ from the model's by 1"):
+        deploy.deploy(model, (x,), tmp_path / "y.pt2")
+    assert not (tmp_path / "y.pt2").exists()
+
+
+class Inplace(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(2))
+
+
+def test_a_model_may_write_to_its_input(tmp_path: Path) -> None:
+    x = torch.randn(2, 4)
+    before = x.clone()
+    assert deploy.deploy(Inplace(4, 3), (x,), tmp_path / "x.onnx")[0] < 1e-5
+    assert torch.equal(x, before)
+
+
+class Generator(nn.Module):
+    """Its sizes are in its code, which is re-emitted when it is cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 64), nn.Conv2d(4, 3, 3, padding=1)
+
+    def forward(self, z: Tensor) -> Tensor:
+        made: Tensor = self.last(self.first(z).relu().view(-1, 4, 4, 4))
+        return made
+
+
+@pytest.mark.parametrize("suffix", list(deploy.FORMATS))
+def test_re_emitted_code_takes_any_batch(tmp_path: Path, suffix: str) -> None:
+    model, z = Generator(), torch.randn(2, 6)
+    graph = pp.trace(model, z)
+    small = pp.shrink(model, graph, {name: [0, 2] for name in graph.open})
+    assert type(small) is not Generator
+    assert deploy.deploy(small, (z,), tmp_path / f"x{suffix}")[1]
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
+        (["--to", "{}"], "give a name that ends in"),
         (["--to", "{}/x.tflite"], "give a name that ends in .onnx or .pt2"),
         (["--to", "{}/none/x.pt2"], "there is no folder"),
         (["--to", "{}/x.pt2", "--shape", "a"], "give sizes, as 1,3,224,224"),
         (["--to", "{}/x.pt2", "--model", "polarprune.demo:Missing"], "it could not be made"),
-        (["--to", "{}/x.pt2", "--model", ""], "its card names the network None"),
-        (["--to", "{}/x.pt2", "--shape", "1,5,8,8"], "x.pt2: this model could not be written so"),
+        (
+            ["--to", "{}/x.pt2", "--model", ""],
+            "it is of no network known here: say what makes it (--model)",
+        ),
+        (["--to", "{}/x.pt2", "--shape", "1,5,8,8"], "x.pt2: this model could not be written so: "),
+        (["--to", "{}/x.onnx", "--shape", "1,5,8,8"], "expected input[1, 5, 8, 8]"),
     ],
 )
 def test_mistakes_get_one_line(file: Path, given: list[str], said: str, tmp_path: Path) -> None:

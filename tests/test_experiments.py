@@ -453,6 +453,14 @@ MISTAKES = {
     "--set epochs.x=3": "a plain value",
     "--set network=foo": "no network 'foo'",
     "--start nowhere.safetensors": "no such file",
+    "--set momentum=-0.5": "momentum=-0.5; at least 0, at most 1",
+    "--set seed=99999999999999999999999": "at most 9223372036854775807",
+    "--set weight_decay=NaN": "weight_decay=nan; at least 0",
+    "--set distill=2.0": "distill=2.0; at least 0, at most 1",
+    "--set lr=-1": "lr=-1; at least 0",
+    "--macs 0.00001": "lowest",
+    "--macs 0.5 --set compact=yes": "compact='yes'",
+    "--macs 0.5 --device cpu:x": "give cpu or cuda",
 }
 
 
@@ -481,6 +489,45 @@ def test_a_folder_with_another_run_is_refused(tmp_path: Path) -> None:
     assert (out / "card.json").read_bytes() == kept
     done = runner.invoke(app, [*start[:-2], "--out", str(out / "card.json")])
     assert done.exit_code == 1 and "that is a file" in done.output
+
+
+def test_what_was_refused_does_not_keep_the_folder(tmp_path: Path) -> None:
+    written(tmp_path, "bin")
+    start = ["train", "tiny", "--data", f"cifar10:{tmp_path}", "--out", str(tmp_path / "out")]
+    start += ["--set", "epochs=1", "--set", "baseline_epochs=1"]
+    assert runner.invoke(app, [*start, "--macs", "0.5", "--set", "compact=yes"]).exit_code == 1
+    assert runner.invoke(app, start).exit_code == 0  # a baseline only
+    assert runner.invoke(app, [*start, "--macs", "0.5"]).exit_code == 0  # goes on from it
+    rows = [json.loads(row) for row in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    assert [row["stage"] for row in rows] == ["baseline", "prune"]
+
+
+def test_a_baseline_that_is_read_is_as_good_as_one_that_was_trained(tmp_path: Path) -> None:
+    written(tmp_path, "bin")
+    start = ["train", "tiny", "--data", f"cifar10:{tmp_path}", "--macs", "0.5", "--device", "cpu"]
+    start += ["--set", "epochs=2", "--set", "baseline_epochs=1"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert runner.invoke(app, [*start, "--out", str(one)]).exit_code == 0
+    given = ["--out", str(two), "--baseline", str(one / "baseline.safetensors")]
+    assert runner.invoke(app, [*start, *given]).exit_code == 0
+    small = [(folder / "small.safetensors").read_bytes() for folder in (one, two)]
+    cards = [json.loads((folder / "card.json").read_text()) for folder in (one, two)]
+    assert small[0] == small[1] and cards[0]["sha256"] == cards[1]["sha256"]
+
+
+@pytest.mark.parametrize("name", ["card.json", "run.json", "prune.checkpoint"])
+def test_a_damaged_file_is_told(name: str, tmp_path: Path) -> None:
+    written(tmp_path, "bin")
+    out = tmp_path / "out"
+    start = ["train", "tiny", "--data", f"cifar10:{tmp_path}", "--macs", "0.5", "--out", str(out)]
+    start += ["--set", "epochs=1", "--set", "baseline_epochs=1"]
+    assert runner.invoke(app, start).exit_code == 0
+    (out / name).write_bytes(b"{")
+    if name == "prune.checkpoint":
+        (out / "card.json").unlink()
+    done = runner.invoke(app, start)
+    assert done.exit_code == 1 and f"PruneError: {out / name}" in "".join(done.output.split("\n"))
+    assert "Traceback" not in done.output
 
 
 def test_a_run_that_is_finished_is_not_done_again(tmp_path: Path) -> None:
@@ -538,9 +585,13 @@ def test_a_sweep_prunes_one_baseline_to_several_budgets(tmp_path: Path) -> None:
         assert card["accuracy"] == row["score"] and f"{row['macs']:.2%}" in done.output
     assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")
     kept = (out / "macs-0.4" / "log.jsonl").read_bytes()
-    assert runner.invoke(app, [*start, "--macs", "0.9"]).exit_code == 0  # what is there stays
+    more = [*start[:-6], "--macs", "0.9"]
+    assert runner.invoke(app, more).exit_code == 0  # what is there stays
     assert (out / "macs-0.4" / "log.jsonl").read_bytes() == kept
-    assert len(json.loads((out / "sweep.json").read_text())) == 3
+    rows = json.loads((out / "sweep.json").read_text())
+    assert [row["budget"] for row in rows] == [0.9, 0.7, 0.4]
+    done = runner.invoke(app, [*more, "--seed", "5"])  # another baseline
+    assert done.exit_code == 1 and "seed is 0 there, 5 here" in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,15 +22,16 @@ from rich.table import Table
 from torch import nn
 
 from .bench import Timing, environment, side_by_side
-from .checkpoint import load, save
+from .checkpoint import load, read_card, save
 from .demo import Demo, Settings
 from .deploy import FORMATS, deploy
 from .errors import PruneError
 from .experiments import methods
 from .experiments.kinds import KINDS, open_data
+from .experiments.networks import NETWORKS
 from .experiments.processes import joined, place
 from .experiments.recipes import RECIPES, Recipe, recipe
-from .experiments.run import Run, rebuilt
+from .experiments.run import Run, make_folder, rebuilt
 from .experiments.task import Task
 from .pictures import save_curve, save_gate_histogram
 from .report import Report
@@ -56,8 +59,7 @@ def demo(
     """Prune a small residual network on handwritten digits while it trains."""
     start = time.perf_counter()
     try:
-        if out.exists() and not out.is_dir():
-            raise PruneError(f"--out {out}: that is a file; give a folder.")
+        make_folder(out)
         if epochs < 1:
             raise PruneError(f"--epochs {epochs}: at least one.")
         check_settings({"macs": macs}, None, epochs)
@@ -241,6 +243,7 @@ def _pruned(
     done = run.finished() if given else None
     if done is not None:
         return done
+    run.check(given, baseline)
     model = run.baseline(baseline, start)
     if given:
         return methods.prune(run, model, method, **given)
@@ -297,21 +300,23 @@ def sweep(
     device: Annotated[str, typer.Option(help="cpu or cuda; whatever is there")] = "",
 ) -> None:
     """Prune one network to several budgets: what is left of its score at each of them."""
-    cards = []
     try:
         for share in macs:
             methods.check(method, {"macs": share})
-        if out.exists() and not out.is_dir():
-            raise PruneError(f"--out {out}: that is a file; give a folder.")
         wanted, found = _prepared(network, data, change, seed, hold_out)
         with _shown(device) as (here, show):
-            for share in sorted(set(macs)):  # the one that may be out of reach comes first
-                run = Run(wanted, found, out / f"macs-{share:g}", device=here, progress=show)
-                whole = baseline or out / "baseline.safetensors"
-                cards.append(_pruned(run, method, {"macs": share}, hold_out, whole))
+            first = Run(wanted, found, out, device=here, progress=show)
+            first.claim({"method": method, "budget": {}, "hold_out": hold_out})
+            first.check({"macs": min(macs)}, baseline)
+            first.baseline(baseline)
+            whole = baseline or out / "baseline.safetensors"
+            for share in sorted(set(macs)):
+                run = Run(wanted, found, out / f"macs-{share}", device=here, progress=show)
+                _pruned(run, method, {"macs": share}, hold_out, whole)
     except PruneError as error:
         _fail(error)
-    rows = [_point(card) for card in cards[::-1] if card]
+    cards = [json.loads(file.read_text("utf-8")) for file in out.glob("macs-*/card.json")]
+    rows = sorted((_point(card) for card in cards), key=lambda row: -row["budget"])
     if place()[0] == 0:
         (out / "sweep.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
         save_curve(rows, found.measure, out / "sweep.png")
@@ -368,13 +373,17 @@ def evaluate(
 def export(
     file: Annotated[Path, typer.Argument(help="a pruned model: of the zoo, of train, of save")],
     to: Annotated[Path, typer.Option(help="the file to write: " + ", ".join(FORMATS))],
-    shape: Annotated[list[str], typer.Option(help="shape of an input, as 1,3,32,32")],
+    shape: Annotated[list[str], typer.Option(help="shape of an input, as 1,3,32,32 or 1,16:int64")],
     model: Annotated[
         str, typer.Option(help="package.module:callable that makes the whole model, if it is yours")
     ] = "",
 ) -> None:
     """Write a pruned model for where it runs: ONNX, or a program of torch.export; compared."""
     try:
+        if not model and read_card(file).get("network") not in NETWORKS:
+            raise PruneError(
+                f"{file}: it is of no network known here: say what makes it (--model)."
+            )
         small = load(file, model=_made(model)) if model else rebuilt(file)[0]
         apart, any_size = deploy(small, _inputs(shape), to)
     except PruneError as error:
@@ -388,7 +397,9 @@ def export(
 @app.command()
 def inspect(
     model: Annotated[str, typer.Argument(help="package.module:callable that makes the model")],
-    shape: Annotated[list[str], typer.Option(help="shape of an input, as 1,3,224,224")],
+    shape: Annotated[
+        list[str], typer.Option(help="shape of an input, as 1,3,224,224 or 1,16:int64")
+    ],
     keep: Annotated[list[str] | None, typer.Option(help="module names to leave whole")] = None,
 ) -> None:
     """Show the groups of a model: what can be pruned, what cannot and why, what it costs."""
@@ -412,14 +423,27 @@ def _made(model: str) -> nn.Module:
 
 
 def _inputs(shapes: list[str]) -> tuple[torch.Tensor, ...]:
+    return tuple(_input(text) for text in shapes)
+
+
+def _input(text: str) -> torch.Tensor:
+    """Random numbers; of `1,16:int64` zeros and ones, which may be indices."""
+    sizes, _, kind = text.partition(":")
+    dtype = getattr(torch, kind or "float32", None)
     try:
-        return tuple(torch.randn([int(n) for n in text.split(",")]) for text in shapes)
+        shape = [int(n) for n in sizes.split(",")]
+        if min(shape) < 1 or not isinstance(dtype, torch.dtype):
+            raise ValueError(text)
+        whole = not dtype.is_floating_point
+        return torch.randint(0, 2, shape).to(dtype) if whole else torch.randn(shape, dtype=dtype)
     except (ValueError, RuntimeError) as error:
-        raise PruneError(f"--shape {' '.join(shapes)}: give sizes, as 1,3,224,224.") from error
+        raise PruneError(
+            f"--shape {text}: give sizes, as 1,3,224,224, or with a type, as 1,16:int64."
+        ) from error
 
 
 def _device(name: str) -> str:
-    if name.partition(":")[0] not in ("", "cpu", "cuda"):
+    if not re.fullmatch(r"|cpu|cuda(:\d+)?", name):
         raise PruneError(f"--device {name}: give cpu or cuda.")
     gpu = torch.cuda.is_available()
     if name.startswith("cuda") and not gpu:
@@ -430,7 +454,9 @@ def _device(name: str) -> str:
 @app.command()
 def bench(
     model: Annotated[str, typer.Argument(help="package.module:callable that makes the model")],
-    shape: Annotated[list[str], typer.Option(help="shape of an input, as 1,3,224,224")],
+    shape: Annotated[
+        list[str], typer.Option(help="shape of an input, as 1,3,224,224 or 1,16:int64")
+    ],
     small: Annotated[list[Path] | None, typer.Option(help="pruned file of it, beside it")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     threads: Annotated[int, typer.Option(help="on the CPU; 0: as torch has it")] = 0,
@@ -439,17 +465,22 @@ def bench(
     """Measure how long a model takes, and pruned ones beside it."""
     try:
         device = _device(device)
-        if threads < 0:
-            raise PruneError(f"--threads {threads}: a number from 0 on.")
+        if not 0 <= threads <= (os.cpu_count() or 1):
+            raise PruneError(f"--threads {threads}: a number from 0 to {os.cpu_count()}.")
         torch.set_num_threads(threads or torch.get_num_threads())
         if runs < 1:
             raise PruneError(f"--runs {runs}: at least one.")
         models = {model.rpartition(":")[2]: _made(model).to(device)}
+        names = [file.name for file in small or []]
         for file in small or []:
-            models[file.name] = load(file, model=_made(model)).to(device)
+            alone = names.count(file.name) == 1
+            models[file.name if alone else str(file)] = load(file, model=_made(model)).to(device)
         inputs = tuple(x.to(device) for x in _inputs(shape))
-        found = side_by_side(models, inputs, runs=runs)
-    except (PruneError, ImportError, AttributeError, ValueError, RuntimeError) as error:
+        try:
+            found = side_by_side(models, inputs, runs=runs)
+        except Exception as error:  # of the user's model
+            raise PruneError(f"{model}: it does not run on --shape {shape}: {error!r}.") from error
+    except PruneError as error:
         _fail(error)
     _show_times(found)
     where = environment()["machine"]
@@ -461,7 +492,9 @@ def bench(
 def _show_times(found: dict[str, Timing]) -> None:
     table = Table(box=None, padding=(0, 1))
     for column in ("model", "ms", "a second", "MACs", "params", "faster"):
-        table.add_column(column, justify="left" if column == "model" else "right", no_wrap=True)
+        long = column == "model"  # it may be
+        table.add_column(column, justify="left" if long else "right", no_wrap=not long,
+                         overflow="fold")  # fmt: skip
     first = next(iter(found.values()))
     for name, one in found.items():
         table.add_row(
@@ -481,13 +514,16 @@ def report(
     """Print the report of a run, or write it as a page."""
     try:
         found = Report.from_json(file.read_text(encoding="utf-8"))
-        if html:
-            html.write_text(found.to_html(), encoding="utf-8")
     except PruneError as error:
         _fail(error)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         _fail(PruneError(f"{file}: not the report.json of a run ({error})."))
-    if not html:
+    if html:
+        try:
+            html.write_text(found.to_html(), encoding="utf-8")
+        except OSError as error:
+            _fail(PruneError(f"--html {html}: it cannot be written: {error}."))
+    else:
         console.print(str(found), soft_wrap=True, markup=False)
 
 

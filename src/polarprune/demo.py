@@ -138,6 +138,8 @@ class Demo:
 
     def run(self) -> tuple[Report, nn.Module]:
         """The report, with the paper's Table 1 for this run, and the small model."""
+        with torch.random.fork_rng():  # a budget out of reach is refused at once
+            Pruner(DigitsNet(), self.data.test_x[:2], macs=self.settings.budget, steps=1)
         self.fit(self.model, self.settings.plain_epochs, self.settings.lr, "train")
         unpruned, baseline = copy.deepcopy(self.model), accuracy(self.model, self.data)
         pruner = self.prune()

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves
 
 from .errors import PruneError
 
-_CLOSE = 1e-4  # of the largest output: other kernels add up in another order
+_CLOSE = 1e-4  # of the largest value of an output: other kernels add up in another order
+_SIZES = (1, 2, 5)  # times the batch that is given
 Inputs = tuple[Tensor, ...]
 Answer = Callable[[Inputs], list[Tensor]]
 
@@ -20,58 +26,94 @@ Answer = Callable[[Inputs], list[Tensor]]
 def deploy(model: nn.Module, inputs: Inputs, file: Path) -> tuple[float, bool]:
     """Write a model as ONNX (`.onnx`) or as a program of torch.export (`.pt2`).
 
-    Returns the largest difference of outputs, as a share of the largest output, and whether the
-    file takes batches of any size; where the model does not allow that, it takes that of `inputs`.
+    Returns the largest difference of outputs, as a share of the largest value of each, and whether
+    the file takes batches of any size; where the model's code does not allow that, it takes that of
+    `inputs`.
     """
     if file.suffix not in FORMATS:
         raise PruneError(f"{file}: give a name that ends in {' or '.join(FORMATS)}.")
-    if not file.parent.is_dir():
-        raise PruneError(f"{file}: there is no folder {file.parent}.")
+    if file.is_dir() or not file.parent.is_dir():
+        what = "that is a folder" if file.is_dir() else f"there is no folder {file.parent}"
+        raise PruneError(f"{file}: {what}.")
     model.eval()
-    new = file.with_name(f"new-{file.name}")
-    double = tuple(torch.cat([x, x]) for x in inputs)  # a size of 1 would be taken for a constant
     try:
-        with torch.no_grad():
-            try:
-                there, any_size = FORMATS[file.suffix](model, double, True, new), True
-                apart = max(_apart(model, there, some) for some in (double, inputs))
-            except PruneError:
-                raise
-            except Exception:  # the size of the batch is in its code
-                there, any_size = FORMATS[file.suffix](model, inputs, False, new), False
-                apart = _apart(model, there, inputs)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder, torch.no_grad(), _quiet():
+            new = Path(folder) / file.name
+            program, any_size = _program(model, inputs)
+            there = FORMATS[file.suffix](program, inputs, any_size, new)
+            sizes = _SIZES if any_size else (1,)
+            apart = max(_apart(model, there, _times(inputs, n)) for n in sizes)
+            if not apart <= _CLOSE:
+                raise PruneError(
+                    f"{file}: its outputs would differ from the model's by {apart:.1e} of the "
+                    f"largest. Nothing was written."
+                )
+            new.replace(file)
     except PruneError:
         raise
-    except Exception as error:  # of the exporter, or of the runtime
-        why = (str(error).strip() or repr(error)).splitlines()[0]
-        raise PruneError(f"{file}: this model could not be written so ({why}).") from error
-    else:
-        if not apart <= _CLOSE:
-            raise PruneError(
-                f"{file}: its outputs would differ from the model's by {apart:.1e} of the largest. "
-                f"Nothing was written."
-            )
-        new.replace(file)
-    finally:
-        new.unlink(missing_ok=True)
+    except Exception as error:  # of the exporter, of the runtime, or no room to write
+        raise PruneError(f"{file}: this model could not be written so: {_reason(error)}") from error
     return apart, any_size
 
 
+def _times(inputs: Inputs, count: int) -> Inputs:
+    return tuple(torch.cat([x] * count) for x in inputs)
+
+
+def _program(model: nn.Module, inputs: Inputs) -> tuple[ExportedProgram, bool]:
+    """For batches of any size, if the model's code allows that."""
+    sizes = tuple({0: torch.export.Dim("batch")} for _ in inputs)
+    double = _times(inputs, 2)  # a size of 1 would be taken for a constant
+    try:
+        return torch.export.export(model, double, dynamic_shapes=sizes), True
+    except Exception:  # the size is in the code
+        return torch.export.export(model, inputs), False
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What torch writes into the log when an attempt fails is not for the user."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _reason(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = (str(error).strip() or repr(error)).splitlines()
+    return re.sub(r"\x1b\[\d+m", "", lines[0])
+
+
 def _apart(model: nn.Module, there: Answer, inputs: Inputs) -> float:
-    wanted, found = _tensors(model(*inputs)), there(inputs)
-    shapes = [[x.shape for x in some] for some in (wanted, found)]
+    wanted = _tensors(model(*(x.clone() for x in inputs)))  # it may write to them
+    found = there(tuple(x.clone() for x in inputs))
+    shapes = [[tuple(x.shape) for x in some] for some in (wanted, found)]
     if shapes[0] != shapes[1]:
-        raise ValueError(f"outputs of {shapes[1]} instead of {shapes[0]}")
-    largest = max(float(x.double().abs().max()) for x in wanted)
-    pairs = zip(wanted, found, strict=True)
-    return max(float((x.double() - y.double()).abs().max()) for x, y in pairs) / (largest or 1.0)
+        raise PruneError(f"outputs would have the shapes {shapes[1]} instead of {shapes[0]}.")
+    return max((_share(x, y) for x, y in zip(wanted, found, strict=True)), default=0.0)
+
+
+def _share(wanted: Tensor, found: Tensor) -> float:
+    wide = torch.complex128 if wanted.is_complex() else torch.float64
+    one, two = wanted.to(wide), found.to(wide)
+    differs = (one != two) & ~(one.isnan() & two.isnan())
+    gaps = (one - two)[differs].abs()
+    if not gaps.numel():
+        return 0.0
+    largest = one[one.isfinite()].abs()
+    share = float(gaps.max()) / (float(largest.max()) if largest.numel() else 1.0)
+    return share if share == share else float("inf")
 
 
 def _tensors(outputs: Any) -> list[Tensor]:
     return [x for x in tree_leaves(outputs) if isinstance(x, Tensor)]
 
 
-def _onnx(model: nn.Module, inputs: Inputs, any_size: bool, file: Path) -> Answer:
+def _onnx(program: ExportedProgram, inputs: Inputs, any_size: bool, file: Path) -> Answer:
     try:
         import onnxruntime
         import onnxscript  # noqa: F401  torch's exporter wants it
@@ -79,28 +121,27 @@ def _onnx(model: nn.Module, inputs: Inputs, any_size: bool, file: Path) -> Answe
         raise PruneError(
             "to write ONNX takes onnx, onnxscript and onnxruntime: pip install polarprune[onnx]"
         ) from error
-    sizes = tuple({0: "batch"} for _ in inputs) if any_size else None
-    program = torch.onnx.export(model, inputs, dynamic_shapes=sizes, dynamo=True, verbose=False)
-    assert program is not None
-    program.save(file, external_data=False)
+    names = tuple({0: "batch"} for _ in inputs) if any_size else None
+    made = torch.onnx.export(program, inputs, dynamic_shapes=names, dynamo=True, verbose=False)
+    assert made is not None
+    made.save(file, external_data=False)
     session = onnxruntime.InferenceSession(file)
-    names = [one.name for one in session.get_inputs()]
 
     def answer(some: Inputs) -> list[Tensor]:
-        given = {name: x.numpy() for name, x in zip(names, some, strict=True)}
-        return [torch.from_numpy(found) for found in session.run(None, given)]
+        given = zip(session.get_inputs(), some, strict=True)
+        found = session.run(None, {one.name: x.numpy() for one, x in given})
+        return [torch.from_numpy(array) for array in found]
 
     return answer
 
 
-def _program(model: nn.Module, inputs: Inputs, any_size: bool, file: Path) -> Answer:
-    sizes = tuple({0: torch.export.Dim("batch")} for _ in inputs) if any_size else None
-    torch.export.save(torch.export.export(model, inputs, dynamic_shapes=sizes), file)
+def _pt2(program: ExportedProgram, inputs: Inputs, any_size: bool, file: Path) -> Answer:
+    torch.export.save(program, file)
     loaded = torch.export.load(file).module()
     return lambda some: _tensors(loaded(*some))
 
 
-FORMATS: dict[str, Callable[[nn.Module, Inputs, bool, Path], Answer]] = {
+FORMATS: dict[str, Callable[[ExportedProgram, Inputs, bool, Path], Answer]] = {
     ".onnx": _onnx,
-    ".pt2": _program,
+    ".pt2": _pt2,
 }

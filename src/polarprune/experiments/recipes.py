@@ -75,8 +75,10 @@ class Recipe:
             if field.name in _CHOICES and value not in _CHOICES[field.name]:
                 known = ", ".join(_CHOICES[field.name])
                 raise PruneError(f"recipe: {field.name}={value!r}; there are {known}.")
-            if value < _LEAST[field.name] if field.name in _LEAST else False:
-                raise PruneError(f"recipe: {field.name}={value!r}; at least {_LEAST[field.name]}.")
+            least, most = _LIMITS.get(field.name, (None, None))
+            if (least is not None and not value >= least) or (most is not None and value > most):
+                upto = "" if most is None else f", at most {most}"
+                raise PruneError(f"recipe: {field.name}={value!r}; at least {least}{upto}.")
 
     def rate(self, progress: float, epochs: int) -> float:
         """The learning rate at a time between 0 and 1, as a share of the highest."""
@@ -96,7 +98,13 @@ _KINDS: dict[str, Any] = {
     "Schedule": Schedule, "Controls": Controls,
 }  # fmt: skip
 _CHOICES = {"rates": ("cosine", "steps", "poly"), "optimizer": ("sgd", "adam")}
-_LEAST = {"batch": 1, "epochs": 1, "baseline_epochs": 0, "tune_epochs": 0, "scored": 1}
+_LIMITS: dict[str, tuple[float, float | None]] = {
+    **dict.fromkeys(("batch", "epochs", "scored"), (1, None)),
+    **dict.fromkeys(("baseline_epochs", "tune_epochs", "cutout", "crop", "recalibrate"), (0, None)),
+    **dict.fromkeys(("baseline_lr", "lr", "tune_lr", "warm_up", "weight_decay"), (0, None)),
+    **dict.fromkeys(("momentum", "label_smoothing", "distill"), (0, 1)),
+    "seed": (0, 2**63 - 1),
+}
 
 
 def per_epoch(decay: float, epochs: int, start: float = 0.1) -> Schedule:

@@ -30,6 +30,7 @@ Progress = Callable[[dict[str, Any]], None]
 _PAUSE = 60.0  # seconds, at least, between checkpoints
 _RECALIBRATED = 20  # batches: ε has moved on since the statistics were taken
 _WARM = 5  # steps of a rehearsal that are not timed
+_STAGES = ("baseline", "prune", "tune")
 _FREE = ("compiled", "tune_epochs", "tune_lr", "scored")  # may change when a run goes on
 _LOGGED = ("macs", "params", "closed", "between", "eps", "lam", "histogram")
 
@@ -70,21 +71,23 @@ class Run:
         mine = {**dataclasses.asdict(self.recipe), **what}
         mine = json.loads(json.dumps({k: v for k, v in mine.items() if k not in _FREE}))
         note = self.out / "run.json"
-        kept = json.loads(note.read_text(encoding="utf-8")) if note.exists() else mine
-        other = [key for key in mine if kept.get(key) != mine[key]]
+        begun = note.exists() and (self.out / "log.jsonl").exists()
+        kept = read_json(note) if begun else mine
+        free = ("budget", "method") if not kept.get("budget") else ()  # a baseline, so far
+        other = [key for key in mine if kept.get(key) != mine[key] and key not in free]
         if other:
             raise PruneError(
                 f"--out {self.out}: another run is kept there ({other[0]} is {kept.get(other[0])} "
                 f"there, {mine[other[0]]} here). Give another folder."
             )
         if self.writes:
-            self.out.mkdir(parents=True, exist_ok=True)
-            note.write_text(json.dumps(mine, indent=1) + "\n", "utf-8")
+            make_folder(self.out)
+            write_json(note, mine)
 
     def finished(self) -> dict[str, Any] | None:
         """The card, if this run has come to its end before."""
         file = self.out / "card.json"
-        card = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+        card = read_json(file) if file.exists() else None
         tuned = card and card["recipe"]["tune_epochs"] == self.recipe.tune_epochs
         return card if tuned else None
 
@@ -102,6 +105,8 @@ class Run:
             begun(model, start)
         elif recipe.pretrained:
             return copied(model, from_torchvision(recipe.network, recipe.pretrained))
+        if self.writes:
+            make_folder(file.parent)
         trainer = Trainer(
             model, self.batches, recipe, epochs=recipe.baseline_epochs, lr=recipe.baseline_lr
         )
@@ -111,6 +116,16 @@ class Run:
             self._drop_checkpoints()
         wait_for_all()
         return model
+
+    def check(self, limits: dict[str, float], baseline: Path | None) -> None:
+        """Refuse what a Pruner refuses before a baseline is trained."""
+        if not limits or (baseline or self.out / "baseline.safetensors").exists():
+            return
+        with torch.random.fork_rng():  # the baseline begins as if this had not been
+            Pruner(
+                self.fresh(), self.data.example(), steps=self.recipe.epochs,
+                schedule=self.recipe.schedule, compact=self.recipe.compact, **limits,  # type: ignore[arg-type]
+            )  # fmt: skip
 
     def prune(self, model: nn.Module, **limits: float) -> dict[str, Any]:
         """From a baseline to a small model and its card, within budgets."""
@@ -197,8 +212,13 @@ class Run:
         self.out.mkdir(parents=True, exist_ok=True)
         kept = self.out / f"{stage}.checkpoint"
         log = self.out / "log.jsonl"
+        own = self.recipe.seed + (_STAGES.index(stage) << 40)
+        torch.manual_seed(own % 2**63)  # whatever was drawn before
         if kept.exists():
-            trainer.load(torch.load(kept, map_location=self.device, weights_only=True))
+            try:
+                trainer.load(torch.load(kept, map_location=self.device, weights_only=True))
+            except Exception as error:  # damaged, or of something else
+                raise PruneError(f"{kept}: no checkpoint of this run ({error!r}).") from error
         start = saved = time.perf_counter()
         while trainer.done < trainer.steps:
             row: dict[str, Any] = {"stage": stage, **trainer.epoch()}
@@ -299,7 +319,7 @@ class Run:
             tuned = {**card, "table": [*card["table"], row], **score}
             card = {**tuned, "sha256_tuned": self._write(small, "tuned", tuned)}
         if self.writes:
-            (self.out / "card.json").write_text(json.dumps(card, indent=1) + "\n", "utf-8")
+            write_json(self.out / "card.json", card)
             self._drop_checkpoints()
         wait_for_all()
         return card
@@ -316,6 +336,28 @@ class Run:
             write_state(model, file)
             card["file"] = "a state dict: not cut by polarprune, which cannot rebuild it"
         return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        what = "that is a file" if folder.is_file() else str(error)
+        raise PruneError(f"{folder}: {what}; give a folder.") from error
+
+
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    """Whole, or not at all."""
+    new = file.with_name(f"{file.name}.new")
+    new.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+    new.replace(file)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise PruneError(f"{file}: it cannot be read ({error}). Give another folder.") from error
 
 
 def write_state(model: nn.Module, file: Path) -> None:
