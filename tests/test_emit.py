@@ -666,10 +666,29 @@ def test_capture_leaves_the_module_as_it_was() -> None:
 OTHER_CALLS: dict[str, Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "another value": lambda x, y: ((x, y), {"flip": False}),
     "another keyword": lambda x, y: ((x, y), {"flip": True, "p": 3.0}),
-    "by position": lambda x, y: ((x, y, True), {}),
     "one less": lambda x, y: ((x, y), {}),
+    "without what is needed": lambda x, y: ((x,), {"flip": True}),
+    "an unknown name": lambda x, y: ((x, y), {"flip": True, "other": 3}),
+    "one too many": lambda x, y: ((x, y, True, 2.0, None), {}),
     "other keys": lambda x, y: ((x, {"left": y["rest"]}), {"flip": True}),
 }
+
+
+SAME_CALLS: dict[str, Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]] = {
+    "by position": lambda x, y: ((x, y, True), {}),
+    "by name": lambda x, y: ((), {"y": y, "flip": True, "x": x}),
+    "what is so by default": lambda x, y: ((x, y), {"flip": True, "p": float("2")}),
+    "all of it": lambda x, y: ((x, y, True, float("2")), {}),
+}
+
+
+@pytest.mark.parametrize("form", SAME_CALLS)
+def test_the_same_call_may_be_written_in_another_way(form: str) -> None:
+    module, emission = written()
+    again = emit.with_forward(copy.deepcopy(module), emission).eval()
+    args, kwargs = call()
+    found, wanted = again(*SAME_CALLS[form](*args)[0], **SAME_CALLS[form](*args)[1]), module.eval()
+    assert torch.equal(found["x"], wanted(*args, **kwargs)["x"])
 
 
 @pytest.mark.parametrize("form", OTHER_CALLS)

@@ -509,6 +509,26 @@ def test_activations_that_are_kept_do_not_matter(make: Any, compact: str | None)
     assert torch.allclose(small.eval()(x), model.eval()(x), atol=1e-5)
 
 
+def test_recurrent_layers_can_be_copied_while_they_train() -> None:
+    torch.manual_seed(0)
+    model, x = Recurrent(), torch.randn(2, 4, 10)
+    pruner = pp.Pruner(model, x, macs=0.7, steps=4)
+    optimizer = torch.optim.SGD(pruner.param_groups(lr=0.01))
+    pruner.attach(optimizer)
+    average = None
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(2, 4, 10)).square().mean().backward()
+        assert all(p.grad is not None for p in model.gru.parameters())
+        optimizer.step()
+        average = average or torch.optim.swa_utils.AveragedModel(model)
+        if step == 1:
+            assert torch.equal(copy.deepcopy(model)(x), model(x))
+    assert average is not None and not torch.equal(average(x), model(x))
+    small = pruner.export()
+    assert not small.gru._forward_hooks and torch.allclose(small.eval()(x), model.eval()(x))
+
+
 def test_complex_outputs_are_compared_as_numbers() -> None:
     class Complex(nn.Module):
         def __init__(self) -> None:

@@ -41,18 +41,19 @@ class Emission:
     fixed: dict[str, Any]  # arguments that are no tensors: number of the leaf -> value
     graphs: dict[str, fx.Graph]  # "train", "eval"
 
-    def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The arguments of the graph, from those of a call."""
-        leaves, form = pytree.tree_flatten((args, kwargs))
-        if pytree.treespec_dumps(form) != self.form or any(
-            type(leaves[int(number)]) is not type(value) or leaves[int(number)] != value
-            for number, value in self.fixed.items()
-        ):
-            raise PruneError(
-                "called in another form than in the example, for which the code was re-emitted. "
-                "Trace with an example of the form in use."
-            )
-        return [leaf for i, leaf in enumerate(leaves) if str(i) not in self.fixed]
+    def leaves(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The arguments of the graph, from those of a call, however they are written."""
+        for call in spellings(type(module).forward, args, kwargs):
+            leaves, form = pytree.tree_flatten(call)
+            if pytree.treespec_dumps(form) == self.form and all(
+                type(leaves[int(number)]) is type(value) and leaves[int(number)] == value
+                for number, value in self.fixed.items()
+            ):
+                return [leaf for i, leaf in enumerate(leaves) if str(i) not in self.fixed]
+        raise PruneError(
+            f"{type(module).__name__}: called in another form than in the example, for which the "
+            f"code was re-emitted. Trace with an example of the form in use."
+        )
 
     @property
     def simple(self) -> int | None:
@@ -66,6 +67,34 @@ class Emission:
         """The graph, if both modes have the same."""
         train, evaluated = self.graphs["train"], self.graphs["eval"]
         return train if str(train) == str(evaluated) else None
+
+
+def spellings(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """A call of a method, and others that mean the same: by place, by name, with or without what is
+    as by default."""
+    yield args, kwargs
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    plain = all(one.kind is one.POSITIONAL_OR_KEYWORD for one in parameters)
+    if not plain or len(args) > len(parameters):
+        return
+    given = {**{one.name: value for one, value in zip(parameters, args, strict=False)}, **kwargs}
+    full = {one.name: given.get(one.name, one.default) for one in parameters}
+    if not given.keys() <= full.keys() or any(v is inspect.Parameter.empty for v in full.values()):
+        return  # not a call that the method would take
+    short = {one.name: full[one.name] for one in parameters
+             if not _alike(full[one.name], one.default)}  # fmt: skip
+    for some in (short, full):
+        listed = list(some.items())
+        for count in range(len(some) + 1):
+            if [name for name, _ in listed[:count]] == [one.name for one in parameters[:count]]:
+                yield tuple(value for _, value in listed[:count]), dict(listed[count:])
+
+
+def _alike(one: Any, other: Any) -> bool:
+    plain = isinstance(one, (*PLAIN, int)) and type(one) is type(other)
+    return one is other or (plain and bool(one == other))
 
 
 def form_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -179,7 +208,7 @@ def forward_of(emission: Emission) -> Callable[..., Any]:
         function = functions["train" if self.training else "eval"]
         if len(args) == simple and not kwargs:  # nothing that torch.compile would stumble on
             return function(self, *args)
-        return function(self, *emission.leaves(args, kwargs))
+        return function(self, *emission.leaves(self, args, kwargs))
 
     return forward
 

@@ -104,6 +104,17 @@ def place(model: nn.Module, graph: Graph, gates: dict[str, Gate], alive: Tensor)
         if len(gated) == len(axes) == len(owners[name]) == 1 and name not in made:
             alone.append(cast(Any, owner).parametrizations[leaf])
     put_bank(model, alone)
+    for owner in {owner for name in sites for owner, _ in owners[name]}:
+        if isinstance(owner, nn.RNNBase):
+            owner.register_forward_hook(_let_go)
+
+
+def _let_go(module: Any, args: Any, out: Any) -> None:
+    """torch's recurrent layers hold on to what they computed with, which cannot be copied."""
+    module._flat_weights = [weight.detach() for weight in module._flat_weights]
+
+
+_let_go.is_gate = True  # type: ignore[attr-defined]
 
 
 def _owners(model: nn.Module, tensor: Tensor) -> list[tuple[nn.Module, str]]:

@@ -32,7 +32,7 @@ def shim(module: nn.Module, mark: Mark, emission: Emission) -> Callable[..., Any
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         graph = emission.graphs["train" if module.training else "eval"]
-        return Marking(module, graph=graph).run(*emission.leaves(args, kwargs))
+        return Marking(module, graph=graph).run(*emission.leaves(module, args, kwargs))
 
     return forward
 

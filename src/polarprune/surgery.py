@@ -444,7 +444,8 @@ def plain(model: nn.Module) -> nn.Module:
 
 def drop_hooks(model: nn.Module) -> None:
     """Take away what gates do when the model is called."""
-    for hooks in (model._forward_pre_hooks, model._forward_hooks):
-        for key in [key for key, hook in hooks.items() if getattr(hook, "is_gate", False)]:
-            del hooks[key]
-            model._forward_hooks_always_called.pop(key, None)
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if getattr(hook, "is_gate", False)]:
+                del hooks[key]
+                module._forward_hooks_always_called.pop(key, None)
