@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,6 +21,8 @@ Batch = tuple[Tensor, Tensor]
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+    if "torch._dynamo" in sys.modules:  # what other tests compiled counts towards its limits
+        torch._dynamo.reset()
 
 
 def batches(count: int, channels: int = 3, size: int = 16, number: int = 8) -> list[Batch]:
