@@ -22,11 +22,11 @@ ORDER = [
     "norms", "attention", "leftovers", "surgery", "proof", "trial", "look", "trace", "gates",
     "bank", "place", "compact", "prox", "schedule", "stepper", "budget", "controller", "bench",
     "latency", "controls", "html", "report", "pictures", "settings", "pruner", "checkpoint", "demo",
-    "deploy", "experiments", "cli",
+    "deploy", "console", "experiments", "cli",
 ]
 EXPERIMENTS = [
     "recipes", "processes", "task", "data", "voc", "imagenet", "style", "deeplab", "networks",
-    "kinds", "training", "run", "concrete", "methods",
+    "kinds", "training", "run", "concrete", "methods", "commands",
 ]
 # fmt: on
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("__"))
