@@ -112,8 +112,8 @@ def painting(folder: Path) -> list[str]:
     told = (
         f"The feed-forward network of Johnson et al. at {100 * run['macs_share']:.1f} % of its "
         f"MACs (the paper: {' and '.join(str(share) for share in PAPER['style']['ratio'])} %): the "
-        f"perceptual loss on {run['scored_on']} photos that it did not see is {after:.3g}, that of "
-        f"the whole network {before:.3g} ({after / before - 1:+.1%}). Not as in the paper: "
+        f"perceptual loss on {run['scored_on']} photos that it did not see is {after:,.0f}; that "
+        f"of the whole network, trained half as long, is {before:,.0f}. Not as in the paper: "
         f"features are those of our pruned VGG-16 for CIFAR-10, scaled until content and "
         f"style weigh about the same (no other weights were at hand); the style is drawn by a "
         f"script; {run['trained_on']} photos of VOC, {recipe['baseline_epochs']} + "

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from polarprune.checkpoint import read_card
-from polarprune.experiments.methods import ABLATIONS, METHODS
+from polarprune.experiments.methods import METHODS
 from polarprune.experiments.recipes import RECIPES
 
 ROOT = Path(__file__).parent.parent
@@ -81,11 +81,13 @@ def short(*change: str, **options: Any) -> Experiment:
 
 
 COMPARED, TUNED = 100, 20  # epochs, where methods are compared: with them, and of fine-tuning
-SHORT, PAPER = 30, 140  # epochs: of an ablation, and of the paper's
-LAMBDAS = (5, 10, 20, 40, 80, 160, 320)
+SHORT, TUNED_SHORT, PAPER = 20, 10, 140  # epochs: of an ablation, tuning it, and the paper's
+LAMBDAS = (1, 2, 3, 4, 6, 8, 10)
 DECAYS = (0.86, 0.88, 0.90, 0.92, 0.94, 0.96)  # of ε, an epoch
-STARTS = (0.02, 0.05, 0.1, 0.2, 0.5)  # of ε
+STARTS = (0.02, 0.05, 0.2, 0.5)  # of ε; 0.1 is one of the decays
 ALPHAS = (1.0, 0.5, 0.25)
+NORMS = (("l1", 4), ("l0", 4), ("l0", 200))  # of the proximal step, and λ
+NAIVE = (1, 10, 30, 100)  # λ
 VOC = (38, 23, 12, 5)  # percent, near the paper's
 EXPERIMENTS = {
     COMMON: Experiment("resnet56", keeps=True),
@@ -105,6 +107,10 @@ EXPERIMENTS = {
         )
         for method in ("gdp", *METHODS)
     },
+    "resnet56-47-torch-pruning-strong": Experiment(  # the number of its authors, at our rates
+        "resnet56", 0.4665, method="torch-pruning", after=COMMON, tune=TUNED,
+        change=(f"epochs={COMPARED}", "controls.torch_pruning=0.0005"),
+    ),
     "voc-backbone": Experiment("deeplab_backbone"),
     **{
         f"voc-{percent}": Experiment(
@@ -117,15 +123,19 @@ EXPERIMENTS = {
     **{  # to choose numbers by
         f"held-out-mobilenetv2-{decay}": Experiment(
             "mobilenetv2", hold_out=5000,
-            change=(f"baseline_epochs={2 * SHORT}", f"weight_decay={decay}"),
+            change=(f"baseline_epochs={3 * SHORT}", f"weight_decay={decay}"),
         )
         for decay in (0.0001, 0.0002, 0.0005)
     },
     "ablation-reference": short("scored=1"),
     "ablation-scratch": short("baseline_epochs=0", after=""),
     "ablation-sweeps3": short("schedule.sweeps=3"),
-    **{f"ablation-{method}": short(method=method) for method in ABLATIONS},
-    **{f"ablation-lam{lam}": short(lam=lam, tune=SHORT) for lam in LAMBDAS},
+    "ablation-kernel-gates": short(method="kernel-gates"),
+    **{
+        f"ablation-naive-sl0-{lam}": short(f"controls.naive_sl0={lam}", method="naive-sl0")
+        for lam in NAIVE
+    },
+    **{f"ablation-lam{lam}": short(lam=lam, tune=TUNED_SHORT) for lam in LAMBDAS},
     **{  # ε ends where it did in the paper's longer runs
         f"ablation-decay{decay:.2f}": short(f"schedule.eps_end={0.1 * decay**PAPER}")
         for decay in DECAYS
@@ -137,11 +147,11 @@ EXPERIMENTS = {
         for eps in STARTS
     },
     **{
-        f"ablation-{norm}-alpha{alpha}": short(
+        f"ablation-{norm}-lam{lam}-alpha{alpha}": short(
             f"schedule.relaxed={json.dumps(norm == 'l1')}", f"schedule.alpha_start={alpha}",
-            f"schedule.eps_start={0.1 * alpha**2}", lam=LAMBDAS[3],
+            f"schedule.eps_start={0.1 * alpha**2}", lam=lam,
         )
-        for norm in ("l1", "l0") for alpha in ALPHAS
+        for norm, lam in NORMS for alpha in ALPHAS
     },
 }  # fmt: skip
 

@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from experiments import STARTS
+from experiments import NORMS
 from polarprune.gates import gate_slope, gate_value
 from polarprune.pictures import bars
 from polarprune.prox import prox_l1
@@ -230,9 +230,9 @@ def imagenet() -> Figure:
 # --- ablations ------------------------------------------------------------------------------------
 
 
-def ablations(stem: str) -> list[str]:
+def ablations(stem: str, least: int = 2) -> list[str]:
     found = [path.parent.name for path in RESULTS.glob(f"ablation-{stem}*/card.json")]
-    if len(found) < 2:
+    if len(found) < least:
         raise Missing(f"ablation-{stem}")
     return sorted(found, key=lambda name: float(name.removeprefix(f"ablation-{stem}")))
 
@@ -262,16 +262,33 @@ def consistency() -> Figure:
     return figure
 
 
+def decays() -> dict[float, float]:
+    """Of ε an epoch, and the accuracies."""
+    return {float(n.removeprefix("ablation-decay")): score(n, "after removal")
+            for n in ablations("decay")}  # fmt: skip
+
+
+def starts() -> dict[float, float]:
+    """First values of ε; one of the runs that differ in the decay has the usual one."""
+    found = {float(n.removeprefix("ablation-eps")): score(n, "after removal")
+             for n in ablations("eps")}  # fmt: skip
+    return dict(sorted({**found, USUAL: decays()[DECAY]}.items()))
+
+
+USUAL, DECAY = 0.1, 0.92  # of ε: where it starts, and its decay in runs that start elsewhere
+
+
 def epsilon() -> Figure:
     """How fast ε decays, and where it begins."""
     figure, (left, right) = panels(2)
-    for axis, stem, name in ((left, "decay", "decay of ε an epoch"), (right, "eps", "first ε")):
-        names = ablations(stem)
-        x = [float(n.removeprefix(f"ablation-{stem}")) for n in names]
-        axis.plot(x, [score(n, "after removal") for n in names], "-o", color=BLUE)
+    for axis, found, name in (
+        (left, decays(), "decay of ε an epoch"),
+        (right, starts(), "first ε"),
+    ):
+        axis.plot(list(found), list(found.values()), "-o", color=BLUE)
         axis.set(xlabel=name, ylabel="accuracy after removal (%)")
     right.set_xscale("log")
-    right.set_xticks(STARTS, [f"{eps:g}" for eps in STARTS], minor=False)
+    right.set_xticks(list(starts()), [f"{eps:g}" for eps in starts()], minor=False)
     right.minorticks_off()
     low, high = (f(a.get_ylim()[k] for a in (left, right)) for k, f in enumerate((min, max)))
     middle, half = (low + high) / 2, max((high - low) / 2, 0.5)
@@ -286,28 +303,44 @@ METHODS = {
 }  # fmt: skip
 
 
+def ways() -> dict[str, float]:
+    """Accuracies of the paper's other ways, at the same MACs; of naive SL0 that of the best λ."""
+    mine = {name: f"ablation-{name}" for name in METHODS}
+    naive = ablations("naive-sl0-", least=1)
+    mine["naive-sl0"] = max(naive, key=lambda name: score(name, "after removal"))
+    return {name: score(run, "after removal") for name, run in mine.items()}
+
+
 def variants() -> Figure:
-    """The paper's other ways, at the same MACs."""
     figure, (axis,) = panels(1, 5.2, 2.4)
-    names = [f"ablation-{name}" for name in METHODS]
-    x = [score(name, "after removal") for name in names]
-    low = min(x) - max(1.0, 0.1 * (max(x) - min(x)))
-    axis.barh(range(len(x)), [value - low for value in x], left=low, color=BLUE, height=0.6)
+    x = list(ways().values())
+    axis.barh(range(len(x)), x, color=BLUE, height=0.6)
     for k, value in enumerate(x):
         axis.text(value, k, f" {value:.2f}", va="center", fontsize=9)
     axis.set_yticks(range(len(x)), list(METHODS.values()))
     axis.invert_yaxis()
-    axis.set(xlabel="accuracy after removal (%)", xlim=(low, max(x) + 0.12 * (max(x) - low)))
+    axis.set(xlabel="accuracy after removal (%)", xlim=(0, 1.12 * max(x)))
     return figure
+
+
+def norms() -> dict[tuple[str, int], dict[float, float]]:
+    """For each norm of the proximal step and λ: what is left of the MACs, by the start of α."""
+    found = {}
+    for kind, lam in NORMS:
+        stem = f"{kind}-lam{lam}-alpha"
+        found[kind, lam] = {float(n.removeprefix(f"ablation-{stem}")): ratio(n)
+                            for n in ablations(stem, least=0)}  # fmt: skip
+    if not all(found[NORMS[k]] for k in (0, 1)):
+        raise Missing("ablation-l1 and ablation-l0")
+    return {key: left for key, left in found.items() if left}
 
 
 def norm() -> Figure:
     """ℓ1 against ℓ0 in the proximal step, from three starts of α."""
     figure, (axis,) = panels(1)
-    for kind, label, (colour, dash, mark) in zip(("l1", "l0"), ("ℓ1", "ℓ0"), STYLES, strict=False):
-        names = ablations(f"{kind}-alpha")
-        x = [float(n.removeprefix(f"ablation-{kind}-alpha")) for n in names]
-        axis.plot(x, [ratio(n) for n in names], dash, marker=mark, color=colour, label=label)
+    for ((kind, lam), left), (colour, dash, mark) in zip(norms().items(), STYLES, strict=False):
+        label = f"{kind.replace('l', 'ℓ')}, λ = {lam}"
+        axis.plot(list(left), list(left.values()), dash, marker=mark, color=colour, label=label)
     axis.set(xlabel="α at the start (the gate is 0.91)", ylabel="MACs left (%)", ylim=(0, 103))
     axis.legend(frameon=False)
     return figure

@@ -31,7 +31,7 @@ from polarprune.experiments.voc import CLASSES, Voc
 
 OUT = Path(__file__).parent.parent / "docs" / "figures"
 HELD = 20  # photos that are not learned from
-SIZE = 0.18  # of features, on average: content and style then weigh about the same
+SIZE = 0.12  # of features, on average: content and style then weigh about the same
 
 
 def palette(count: int) -> Any:
@@ -50,16 +50,19 @@ def coloured(mask: Tensor) -> Any:
     return colours[mask.cpu().numpy()].astype(numpy.uint8)
 
 
-def sheet(columns: dict[str, Sequence[Any]], path: Path) -> None:
-    """Pictures side by side, a column for each name."""
-    rows = len(next(iter(columns.values())))
-    figure = Figure(figsize=(1.7 * len(columns), 1.75 * rows), layout="constrained")
-    axes = figure.subplots(rows, len(columns), squeeze=False)
+def sheet(columns: dict[str, Sequence[Any]], path: Path, height: float = 1.7) -> None:
+    """Pictures side by side, a column for each name, as wide as its first picture asks for."""
+    rows = max(len(pictures) for pictures in columns.values())
+    wide = [height * first.shape[1] / first.shape[0] for first, *_ in columns.values()]
+    size = (sum(wide) + 0.1 * len(wide), rows * (height + 0.05) + 0.3)
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(rows, len(columns), squeeze=False, width_ratios=wide)
+    for axis in axes.flat:
+        axis.set_axis_off()
     for column, (name, pictures) in enumerate(columns.items()):
         axes[0][column].set_title(name, fontsize=10)
         for row, picture in enumerate(pictures):
             axes[row][column].imshow(picture)
-            axes[row][column].set_axis_off()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
 
@@ -123,7 +126,7 @@ def paintings(given: argparse.Namespace) -> None:
     for name, model in models.items():
         columns[name] = [painted(model, photo) for photo in photos]
     with Image.open(folder / "style.jpg") as style:
-        columns["style"] = [numpy.array(style), numpy.full((8, 8, 3), 255, numpy.uint8)]
+        columns["style"] = [numpy.array(style)]
     sheet(columns, given.out / "paintings.png")
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -19,9 +20,12 @@ from polarprune import bank
 from polarprune.tape import as_call, tensors_in
 
 
-@pytest.fixture(autouse=True)
-def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=["weights", "gates"])
+def everywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways, on any device: in large networks gates are computed together, weights are not."""
     monkeypatch.setattr(bank, "SLOW_TO_LAUNCH", {"cpu", "cuda"})
+    if request.param == "gates":
+        monkeypatch.setattr(bank, "LIMIT", 0)
 
 
 class Net(nn.Module):
@@ -198,13 +202,42 @@ def test_losses_that_share_no_layer_may_go_back_one_after_the_other() -> None:
     assert_same(*({name: p.grad for name, p in one.named_parameters()} for one in (model, alone)))
 
 
-def test_a_weight_that_is_changed_before_the_backward_pass_is_noticed() -> None:
-    model = gated().model
+@pytest.mark.parametrize("what", ["weight", "gate"])
+def test_what_is_changed_before_the_backward_pass_is_noticed(what: str) -> None:
+    pruner = gated()
+    model = pruner.model
     out = model(IMAGES)
     with torch.no_grad():
-        model.two.parametrizations.weight.original.mul_(2)
-    with pytest.raises(RuntimeError, match="changed in place"):
+        tensor = model.two.parametrizations.weight.original
+        (tensor if what == "weight" else pruner._alphas()[0]).mul_(2)
+    with pytest.raises(RuntimeError, match=r"changed in place|modified by an inplace operation"):
         out.sum().backward()
+
+
+class Counting(TorchDispatchMode):
+    """Operations that do something: not views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def test_gates_take_few_operations() -> None:
+    def deep() -> nn.Module:
+        return nn.Sequential(*(nn.Conv2d(3, 3, 1) for _ in range(12)))
+
+    counts = []
+    pruner = gated(deep)
+    for model in (deep().double(), pruner.model, without(pruner.model)):
+        with Counting() as seen:
+            model(IMAGES).sum().backward()
+        counts.append(seen.count)
+    plain, together, alone = counts
+    gates = 11
+    assert alone - plain > 15 * gates
+    assert together - plain < 5 * gates + 30
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -313,9 +346,6 @@ def test_a_whole_run_is_the_same_and_nothing_is_left_in_the_small_model() -> Non
 
 
 def test_what_does_not_pay_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bank, "LIMIT", 100)
-    assert not banks(gated().model)
-    monkeypatch.setattr(bank, "LIMIT", 2**24)
     monkeypatch.setattr(bank, "SLOW_TO_LAUNCH", {"cuda"})
     model = gated().model
     model(IMAGES)

@@ -56,7 +56,7 @@ def test_segmentation_is_told_with_the_branches_that_closed(tmp_path: Path, clos
 def test_style_transfer_is_told_with_both_losses(tmp_path: Path) -> None:
     card(tmp_path, "style-48", "stylenet", 0.4794, (1000.0, 1040.0), "perceptual loss")
     told = beyond.painting(tmp_path)[0]
-    assert "47.9 % of its MACs" in told and "(+4.0%)" in told and "48.9 and 47.3 %" in told
+    assert "47.9 % of its MACs" in told and "is 1,040; " in told and "48.9 and 47.3 %" in told
 
 
 def test_what_was_not_run_is_said(tmp_path: Path) -> None:

@@ -1,14 +1,17 @@
-"""All gated weights of a network at once.
+"""All gates of a network at once.
 
 One by one, every weight takes some twenty small operations a step for its gates, and on an
 accelerator a small network waits for these more than it computes. So when a network is called,
 one vector of all gates is laid out along all weights, and they are multiplied together; the layers
-find their weights ready. The values are those that each would compute by itself, and each does
-where this cannot be: in compiled code, on the CPU (where it does not pay), in large networks.
+find their weights ready. In a large network they find their gates ready, and multiply themselves:
+a layout of all weights would be felt, four operations for each of them are not. The values are
+those that each would compute by itself, and each does where this cannot be: in compiled code, and
+on the CPU (where it does not pay).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +21,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from .gates import Gate, GatedWeight, at_speed, gate_slope, gate_value
 from .surgery import drop_hooks
 
-LIMIT = 2**24  # elements of weights: larger networks compute longer than they launch
+LIMIT = 2**24  # elements of weights that are laid out
 SLOW_TO_LAUNCH = {"cuda", "xpu", "mps"}
 _RUN = 64  # elements that are added in one go
 
@@ -33,14 +36,17 @@ class Bank:
         self.parts: list[GatedWeight] = [site[0] for site in sites]  # type: ignore[misc]
         found: dict[int, Any] = {id(gate): gate for part in self.parts for gate in part.gates}
         self.gates: list[Gate] = list(found.values())
+        place = {gate: k for k, gate in enumerate(found)}
+        self.readers = [[place[id(gate)] for gate in part.gates] for part in self.parts]
         for slot, part in enumerate(self.parts):
             part.bank, part.slot = self, slot
+        self.large = sum(site.original.numel() for site in sites) > LIMIT
         self._layout: Layout | None = None
         self._clear()
 
     def _clear(self) -> None:
         self.weights: list[Tensor] = []
-        self.ready: tuple[Tensor, ...] = ()
+        self.ready: tuple[Tensor, ...] = ()  # these with gates; in a large network, the gates
         self.alone: set[int] = set()  # read without gradients in a run that has them
         self.running = self.learns = False
 
@@ -56,13 +62,16 @@ class Bank:
         weights: list[Tensor] = [site.original for site in self.sites]
         if not _together(weights):
             return
-        if self._layout is None or not self._layout.fits(weights):
-            self._layout = Layout(weights, self.parts, self.gates)
         alphas = [gate.alpha for gate in self.gates]
         eps = torch.stack([gate.eps for gate in self.gates])
         speeds = [gate.speed for gate in self.gates if gate.speed is not None]
         speed = torch.stack(speeds) if speeds else torch.ones_like(eps)
-        self.ready = _Multiply.apply(self._layout, eps, speed, *alphas, *weights)  # type: ignore[no-untyped-call]
+        if self.large:
+            self.ready = _Values.apply(eps, speed, *alphas)  # type: ignore[no-untyped-call]
+        else:
+            if self._layout is None or not self._layout.fits(weights):
+                self._layout = Layout(weights, self.parts, self.gates)
+            self.ready = _Multiply.apply(self._layout, eps, speed, *alphas, *weights)  # type: ignore[no-untyped-call]
         self.weights, self.learns, self.running = weights, torch.is_grad_enabled(), True
 
     def end(self) -> None:
@@ -79,7 +88,11 @@ class Bank:
             return None
         if torch.is_grad_enabled() != self.learns:
             self.alone.add(slot)  # checkpoints do that, and have to see it again in the second run
-        return None if slot in self.alone else self.ready[slot]
+        if slot in self.alone:
+            return None
+        if self.large:
+            return self.parts[slot].times(weight, [self.ready[k] for k in self.readers[slot]])
+        return self.ready[slot]
 
 
 class _End:
@@ -94,11 +107,10 @@ class _End:
 
 
 def put_bank(model: nn.Module, sites: list[ParametrizationList]) -> None:
-    """Let a network compute these weights together; one that it had is replaced."""
+    """Let a network compute gates or weights together; a bank that it had is replaced."""
     drop_hooks(model)
     sites = [site for site in sites if len(site) == 1 and _polarize(site)]
-    size = sum(site.original.numel() for site in sites)
-    if len(sites) > 1 and size <= LIMIT:
+    if len(sites) > 1:
         bank = Bank(sites)
         model.register_forward_pre_hook(bank)
         model.register_forward_hook(_End(bank), always_call=True)
@@ -189,6 +201,44 @@ class Layout:
         )
 
 
+class _Values(torch.autograd.Function):
+    """All gates. Nothing is kept that a first backward pass would free for a second."""
+
+    @staticmethod
+    def forward(ctx: Any, eps: Tensor, speed: Tensor, *alphas: Tensor) -> tuple[Tensor, ...]:
+        ctx.sizes = [len(alpha) for alpha in alphas]
+        ctx.eps, ctx.speed = (_each(numbers, ctx.sizes) for numbers in (eps, speed))
+        ctx.alphas, ctx.versions = alphas, [alpha._version for alpha in alphas]
+        ctx.set_materialize_grads(False)
+        values: tuple[Tensor, ...] = gate_value(torch.cat(alphas), ctx.eps).split(ctx.sizes)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        used = [k for k, grad in enumerate(grads) if grad is not None]
+        _check(ctx.alphas, ctx.versions, used)
+        slopes = (gate_slope(torch.cat(ctx.alphas), ctx.eps) * ctx.speed).split(ctx.sizes)
+        pulls = torch._foreach_mul([grads[k] for k in used], [slopes[k] for k in used])  # type: ignore[misc]
+        found: list[Tensor | None] = [None] * len(grads)
+        for k, pull in zip(used, pulls, strict=True):
+            found[k] = pull
+        return (None, None, *found)
+
+
+def _each(numbers: Tensor, sizes: list[int]) -> Tensor:
+    """One number for each gate -> one for each channel of it; nothing is read back."""
+    parts = [number.expand(size) for number, size in zip(numbers.unbind(), sizes, strict=True)]
+    return torch.cat(parts)
+
+
+def _check(tensors: Sequence[Tensor], versions: list[int], used: Iterable[int]) -> None:
+    if any(tensors[place]._version != versions[place] for place in used):
+        raise RuntimeError(
+            "a weight or a gate that a gradient needs was changed in place between the forward and "
+            "the backward pass"
+        )
+
+
 class _Multiply(torch.autograd.Function):
     """Weights times gates. Nothing is kept that a first backward pass would free for a second."""
 
@@ -210,12 +260,7 @@ class _Multiply(torch.autograd.Function):
         layout, tensors = ctx.layout, [*ctx.alphas, *ctx.weights]
         used = [slot for slot, grad in enumerate(grads) if grad is not None]
         read = {gate for slot in used for gate in layout.readers[slot]}
-        for place in (*read, *(len(ctx.alphas) + slot for slot in used)):
-            if tensors[place]._version != ctx.versions[place]:
-                raise RuntimeError(
-                    "a weight or a gate that a gradient needs was changed in place between the "
-                    "forward and the backward pass"
-                )
+        _check(tensors, ctx.versions, [*read, *(len(ctx.alphas) + slot for slot in used)])
         flat, eps, speed = torch.cat(ctx.alphas), ctx.eps[layout.owner], ctx.speed[layout.owner]
         values = at_speed(gate_value(flat, eps), speed)  # has gradients itself in a second pass
         factors = layout.spread(values.to(ctx.weights[0].dtype))

@@ -116,7 +116,10 @@ class GatedWeight(nn.Module):
             ready: Tensor | None = self.bank.take(self.slot, weight)
             if ready is not None:
                 return ready
-        values: list[Tensor] = [gate.values() for gate in self.gates]  # type: ignore[operator]
+        return self.times(weight, [gate.values() for gate in self.gates])  # type: ignore[operator]
+
+    def times(self, weight: Tensor, values: list[Tensor]) -> Tensor:
+        """The weight with these values of its gates."""
         if self.simple:
             shape = [1] * weight.dim()
             shape[self.axis] = -1

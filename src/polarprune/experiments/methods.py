@@ -418,8 +418,7 @@ METHODS: dict[str, type[Control]] = {
     "l0": L0,
     "torch-pruning": TorchPruning,
 }
-ABLATIONS: dict[str, type[Control]] = {"kernel-gates": KernelGates, "naive-sl0": NaiveSL0}
-EVERY = METHODS | ABLATIONS
+EVERY = METHODS | {"kernel-gates": KernelGates, "naive-sl0": NaiveSL0}
 
 
 def cost_of(model: nn.Module, example: Tensor) -> dict[str, int]:
