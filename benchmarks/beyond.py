@@ -76,8 +76,9 @@ def _setting(card: dict[str, Any], folder: Path) -> str:
         f"128 ({backbone['epochs']} epochs, {100 * backbone['accuracy']:.1f} % on its test set), "
         f"the paper's from ImageNet; {ours['baseline_epochs']} + {ours['epochs']} epochs, batches "
         f"of {ours['batch']} at a rate of {ours['lr']:g} for all layers, the paper has "
-        f"{paper.lr:g} for the head and a tenth of it for the backbone. One run each, on "
-        f"{where(card)}."
+        f"{paper.lr:g} for the head and a tenth of it for the backbone. Gates begin with a rate of "
+        f"{ours['lr'] * ours['schedule']['gate_lr']:.0e} and ε ends as in the paper, after fewer "
+        f"steps. One run each, on {where(card)}."
     )
 
 

@@ -129,6 +129,7 @@ def _imagenet(network: str, **changes: Any) -> Recipe:
     return replace(usual, **changes)
 
 
+_EPS_VOC = 0.1 * 0.97**500  # × 0.97 every 120 of 60,000 steps
 RECIPES = {
     "resnet56": Recipe("resnet56", distill=0.9, cutout=8),
     "vgg16": Recipe("vgg16", baseline_lr=0.1, lr=0.1, distill=0.9, cutout=16),
@@ -139,11 +140,12 @@ RECIPES = {
     "deeplabv3plus": Recipe(
         "deeplabv3plus", "voc", baseline_epochs=45, epochs=91, batch=16, baseline_lr=0.01, lr=0.009,
         warm_up=0.0, rates="poly", slow="backbone", nesterov=False, weight_decay=1e-4, crop=513,
-        schedule=Schedule(eps_end=0.1 * 0.97**500),  # × 0.97 every 120 of 60,000 steps
+        schedule=Schedule(eps_end=_EPS_VOC),
     ),
     "deeplabv3plus-scratch": Recipe(
-        "deeplabv3plus", "voc", baseline_epochs=120, epochs=120, batch=16, baseline_lr=0.05,
+        "deeplabv3plus", "voc", baseline_epochs=100, epochs=100, batch=16, baseline_lr=0.05,
         lr=0.05, rates="poly", crop=513,
+        schedule=Schedule(eps_end=_EPS_VOC, gate_lr=0.018),  # 9e-4, as in the other
     ),
     "deeplab_backbone": Recipe("deeplab_backbone", baseline_epochs=30, baseline_lr=0.1),
     "stylenet": Recipe(  # as PyTorch's example, which the paper started from
