@@ -107,7 +107,7 @@ EXPERIMENTS = {
         )
         for method in ("gdp", *METHODS)
     },
-    "resnet56-47-torch-pruning-strong": Experiment(  # the number of its authors, at our rates
+    "resnet56-47-strong-torch-pruning": Experiment(  # the number of its authors, at our rates
         "resnet56", 0.4665, method="torch-pruning", after=COMMON, tune=TUNED,
         change=(f"epochs={COMPARED}", "controls.torch_pruning=0.0005"),
     ),
