@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from typer.testing import CliRunner
 import polarprune as pp
 from polarprune.cli import app
 from polarprune.experiments import networks
+from polarprune.experiments.imagenet import from_torchvision
 from polarprune.experiments.kinds import open_data
 from polarprune.experiments.recipes import RECIPES, Recipe
 from polarprune.experiments.run import Run, rebuilt
@@ -255,9 +258,9 @@ def test_the_rate_of_the_paper_for_segmentation() -> None:
     recipe = RECIPES["deeplabv3plus"]
     rates = [recipe.rate(t, 100) for t in (0.0, 0.5, 1.0)]
     assert rates == pytest.approx([1.0, 0.5**0.9, 0.0])
-    gates = 0.1 * recipe.lr
-    assert gates == pytest.approx(9e-4)
-    assert recipe.schedule.eps(120, 60_000) == pytest.approx(0.1 * 0.97)
+    for each in (recipe, RECIPES["deeplabv3plus-scratch"]):
+        assert each.lr * each.schedule.gate_lr == pytest.approx(9e-4)
+        assert each.schedule.eps(120, 60_000) == pytest.approx(0.1 * 0.97)
 
 
 # --- DeepLabV3+ -----------------------------------------------------------------------------------
@@ -276,6 +279,29 @@ def test_deeplab_has_an_output_stride_of_16_and_a_score_for_every_pixel(deeplab:
     assert early.shape == (1, 256, 17, 17) and late.shape == (1, 2048, 5, 5)
     assert deeplab(x).shape == (1, 21, 65, 65)
     assert [way[0].dilation[0] for way in deeplab.pyramid.ways] == [1, 6, 12, 18]
+
+
+def test_deeplab_begins_with_torchvisions_weights(
+    deeplab: Any, voc: Voc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published, asked = from_torchvision("resnet50"), []
+
+    def found(name: str, weights: str) -> nn.Module:
+        asked.append((name, weights))
+        return published
+
+    monkeypatch.setattr("polarprune.experiments.run.from_torchvision", found)
+    monkeypatch.setitem(networks.NETWORKS, "deeplabv3plus", lambda: copy.deepcopy(deeplab))
+    torch.save(published.state_dict(), tmp_path / "resnet50.pth")
+    recipe = replace(RECIPES["deeplabv3plus"], baseline_epochs=0, batch=2)
+    for start in (None, tmp_path / "resnet50.pth"):
+        out = tmp_path / ("file" if start else "published")
+        model: Any = Run(recipe, voc, out).baseline(start=start)
+        assert torch.equal(model.backbone.layer4[2].conv3.weight, published.layer4[2].conv3.weight)  # type: ignore[index,union-attr]
+        assert torch.equal(model.pyramid.ways[1][0].weight, deeplab.pyramid.ways[1][0].weight)
+    assert asked == [("resnet50", "IMAGENET1K_V1")]
+    norms = [m for m in deeplab.backbone.modules() if isinstance(m, nn.BatchNorm2d)]
+    assert {norm.momentum for norm in norms} == {0.01} and deeplab.fine[1].momentum == 0.1
 
 
 def test_a_branch_of_the_pyramid_can_vanish(deeplab: nn.Module) -> None:

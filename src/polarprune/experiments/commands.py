@@ -77,7 +77,9 @@ def train(
         with _shown(device) as (here, show):
             run = Run(wanted, found, out, device=here, progress=show)
             if dry_run:
-                _rehearsed(run.rehearse(dry_run, **(given or {"macs": 0.5})))
+                trained = (baseline or out / "baseline.safetensors").exists()
+                goal = given or {"macs": 0.5}
+                _rehearsed(run.rehearse(dry_run, trained=trained, **goal), goal)
                 return
             card = _pruned(run, method, given, hold_out, baseline, start)
     except PruneError as error:
@@ -145,10 +147,12 @@ def _pruned(
     return None
 
 
-def _rehearsed(found: dict[str, Any]) -> None:
+def _rehearsed(found: dict[str, Any], goal: dict[str, float]) -> None:
+    told = ", ".join(f"{key} {value:g}" for key, value in goal.items())
+    console.print(f"goal: {told}", markup=False, highlight=False)
     for stage, row in found["stages"].items():
         hours = row["seconds_a_step"] * row["steps"] / 3600
-        memory = f", {row['memory'] / 2**30:.1f} GiB on the GPU" if row["memory"] else ""
+        memory = f", {row['memory'] / 2**30:.1f} GiB" if row["memory"] else ""
         console.print(f"{stage:>8}: {row['steps']:,} steps of {1000 * row['seconds_a_step']:.1f} "
                       f"ms, {hours:.2f} hours{memory}", markup=False, highlight=False)  # fmt: skip
     console.print(f"{found['channels']:,} channels may go", markup=False, highlight=False)
@@ -156,6 +160,8 @@ def _rehearsed(found: dict[str, Any]) -> None:
         path = "  ".join(f"{share:.0%}" for share in shares)
         console.print(f"{key} left after each tenth of the epochs: {path}", markup=False,
                       highlight=False)  # fmt: skip
+    if "lam" in goal:
+        console.print("with lam= what is left is not known in advance", markup=False)
 
 
 def _changes(given: list[str]) -> dict[str, Any]:

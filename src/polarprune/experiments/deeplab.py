@@ -12,6 +12,7 @@ from .imagenet import from_torchvision
 
 _WIDTH = 256  # of the pyramid and the decoder
 _FINE = 48  # channels of the early features
+_MOMENTUM = 0.01  # of the backbone's batch norms, as in the code that the paper started from
 
 
 class DeepLabV3Plus(nn.Module):
@@ -20,6 +21,9 @@ class DeepLabV3Plus(nn.Module):
     def __init__(self, classes: int = 21, rates: tuple[int, ...] = (6, 12, 18)) -> None:
         super().__init__()
         self.backbone = Backbone()
+        for module in self.backbone.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.momentum = _MOMENTUM
         self.pyramid = Pyramid(2048, rates)
         self.fine = _conv(256, _FINE, 1)
         self.mix = _conv(_FINE + _WIDTH, _WIDTH, 3)

@@ -71,7 +71,8 @@ def from_torchvision(name: str, weights: str | None = None, **options: Any) -> n
     except (OSError, ValueError, RuntimeError) as error:
         raise PruneError(
             f"{name}: its weights {weights!r} could not be had ({error}). Give them as "
-            f"--baseline FILE, or train them here with --set pretrained=null."
+            f"--baseline FILE (--start FILE, if they are of a part), or train them here with "
+            f"--set pretrained=null."
         ) from error
     return model
 

@@ -161,3 +161,4 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "mobilenet_v2": mobilenet_v2,
     "resnet50": resnet50,
 }
+BACKBONES = {"deeplabv3plus": "resnet50"}  # networks with one of torchvision's in them

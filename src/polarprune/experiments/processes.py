@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 
 
 @contextmanager
@@ -46,6 +46,14 @@ def agreed(tensor: Tensor) -> Tensor:
     if distributed.is_initialized():
         distributed.broadcast(tensor, 0)
     return tensor
+
+
+def agree(model: nn.Module) -> None:
+    """On the buffers of the first process: each has statistics of its own batches, and they are
+    copied at the next step only."""
+    if distributed.is_initialized():
+        for buffer in model.buffers():
+            distributed.broadcast(buffer, 0)
 
 
 def wait_for_all() -> None:

@@ -40,7 +40,7 @@ class Recipe:
 
     network: str
     data: str = "cifar10"
-    pretrained: str | None = None  # weights of torchvision, instead of a baseline trained here
+    pretrained: str | None = None  # weights of torchvision: the baseline, or those of its backbone
     baseline_epochs: int = 200
     epochs: int = 200  # while pruning
     batch: int = 256
@@ -138,14 +138,14 @@ RECIPES = {
     ),
     "resnet20": Recipe("resnet20"),
     "deeplabv3plus": Recipe(
-        "deeplabv3plus", "voc", baseline_epochs=45, epochs=91, batch=16, baseline_lr=0.01, lr=0.009,
-        warm_up=0.0, rates="poly", slow="backbone", nesterov=False, weight_decay=1e-4, crop=513,
-        schedule=Schedule(eps_end=_EPS_VOC),
+        "deeplabv3plus", "voc", pretrained="IMAGENET1K_V1", baseline_epochs=45, epochs=91, batch=16,
+        baseline_lr=0.01, lr=0.01, warm_up=0.0, rates="poly", slow="backbone", nesterov=False,
+        weight_decay=1e-4, crop=513, schedule=Schedule(eps_end=_EPS_VOC, gate_lr=0.09),  # 9e-4
     ),
     "deeplabv3plus-scratch": Recipe(
         "deeplabv3plus", "voc", baseline_epochs=100, epochs=100, batch=16, baseline_lr=0.05,
         lr=0.05, rates="poly", crop=513,
-        schedule=Schedule(eps_end=_EPS_VOC, gate_lr=0.018),  # 9e-4, as in the other
+        schedule=Schedule(eps_end=_EPS_VOC, gate_lr=0.018),  # 9e-4
     ),
     "deeplab_backbone": Recipe("deeplab_backbone", baseline_epochs=30, baseline_lr=0.1),
     "stylenet": Recipe(  # as PyTorch's example, which the paper started from

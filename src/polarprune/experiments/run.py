@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from ..bench import environment
 from ..checkpoint import load, read_card, save, write_tensors
@@ -20,7 +21,7 @@ from ..errors import PruneError
 from ..pruner import Pruner
 from ..surgery import RECIPE
 from .imagenet import from_torchvision
-from .networks import NETWORKS
+from .networks import BACKBONES, NETWORKS
 from .processes import place, wait_for_all
 from .recipes import Recipe
 from .task import Task
@@ -103,6 +104,9 @@ class Run:
             return read_state(model, file)
         if start is not None:
             begun(model, start)
+        elif recipe.pretrained and recipe.network in BACKBONES:
+            part = from_torchvision(BACKBONES[recipe.network], recipe.pretrained)
+            fitted(model, part.state_dict(), recipe.pretrained)
         elif recipe.pretrained:
             return copied(model, from_torchvision(recipe.network, recipe.pretrained))
         if self.writes:
@@ -166,14 +170,16 @@ class Run:
         )  # fmt: skip
         return pruner, trainer
 
-    def rehearse(self, steps: int, **limits: float) -> dict[str, Any]:
-        """A few steps of both trainings: what all of them will take. Nothing is written."""
+    def rehearse(self, steps: int, *, trained: bool = False, **limits: float) -> dict[str, Any]:
+        """A few steps of both trainings, or of the second if the first is done: what all of them
+        will take. Nothing is written."""
         recipe = self.recipe
         steps = min(steps, self.batches.per_epoch - _WARM)
         if steps < 1:
             raise PruneError(f"--dry-run: an epoch has only {self.batches.per_epoch} batches.")
         stages = {}
-        if not recipe.pretrained:
+        published = recipe.pretrained and recipe.network not in BACKBONES
+        if not (published or trained):
             epochs, lr = max(recipe.baseline_epochs, 1), recipe.baseline_lr
             whole = Trainer(self.fresh(), self.batches, recipe, epochs=epochs, lr=lr)
             stages["baseline"] = self._timed(whole, steps)
@@ -196,7 +202,7 @@ class Run:
         start = time.perf_counter()
         trainer.advance(steps)  # waits for the device to read the loss
         taken = (time.perf_counter() - start) / steps
-        memory = torch.cuda.max_memory_allocated(self.device) if on_gpu else None
+        memory = torch.cuda.max_memory_allocated(self.device) if on_gpu else _most_memory()
         return {"seconds_a_step": taken, "steps": trainer.steps, "memory": memory}
 
     def train(self, stage: str, trainer: Trainer) -> None:
@@ -220,7 +226,10 @@ class Run:
             except Exception as error:  # damaged, or of something else
                 raise PruneError(f"{kept}: no checkpoint of this run ({error!r}).") from error
         start = saved = time.perf_counter()
+        rank = place()[0]
         while trainer.done < trainer.steps:
+            if rank:  # the others' crops are not those of the first
+                torch.manual_seed((own + (trainer.done << 8) + rank) % 2**63)
             row: dict[str, Any] = {"stage": stage, **trainer.epoch()}
             epoch = trainer.done // self.batches.per_epoch
             row |= {"epoch": epoch, "epochs": trainer.epochs}
@@ -338,6 +347,16 @@ class Run:
         return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
+def _most_memory() -> int | None:
+    """That this process had so far, in bytes, where the system tells."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return found if sys.platform == "darwin" else 1024 * found
+
+
 def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -366,11 +385,19 @@ def write_state(model: nn.Module, file: Path) -> None:
 
 def read_state(model: nn.Module, file: Path) -> nn.Module:
     try:
-        model.load_state_dict(load_file(str(file)))
+        model.load_state_dict(weights_in(file))
     except Exception as error:  # no weights, or of something else
         why = str(error).splitlines()[0]
         raise PruneError(f"{file}: not the weights of this network ({why}).") from error
     return model
+
+
+def weights_in(file: Path) -> dict[str, Tensor]:
+    """A state dict, as safetensors or as torch writes it."""
+    if file.suffix == ".safetensors":
+        return load_file(str(file))
+    found: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+    return found
 
 
 def begun(model: nn.Module, file: Path) -> None:
@@ -378,14 +405,22 @@ def begun(model: nn.Module, file: Path) -> None:
     if not file.exists():
         raise PruneError(f"--start {file}: there is no such file.")
     try:
-        found = load_file(str(file))
-    except Exception as error:  # no safetensors
+        found = weights_in(file)
+    except Exception as error:  # neither
         raise PruneError(f"--start {file}: it holds no weights ({error}).") from error
+    fitted(model, found, f"--start {file}")
+
+
+def fitted(model: nn.Module, found: dict[str, Tensor], source: str) -> None:
+    """Of the whole network or of a part of it, or of its backbone under the names it has alone."""
     own = model.state_dict()
-    fits = {k: v for k, v in found.items() if k in own and own[k].shape == v.shape}
-    if not fits:
-        raise PruneError(f"--start {file}: it has no weights that fit this network by name.")
-    model.load_state_dict(fits, strict=False)
+    for stem in ("", "backbone."):
+        fits = {stem + key: value for key, value in found.items()
+                if stem + key in own and own[stem + key].shape == value.shape}  # fmt: skip
+        if fits:
+            model.load_state_dict(fits, strict=False)
+            return
+    raise PruneError(f"{source}: it has no weights that fit this network by name.")
 
 
 def copied(model: nn.Module, other: nn.Module) -> nn.Module:

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, Optimizer
 
 from ..pruner import Pruner
+from .processes import agree, place, summed
 from .recipes import Recipe
 from .task import Stream
 
@@ -193,7 +194,8 @@ class Trainer:
                 self._compactions = self.pruner.compactions
                 self._run.forget()
                 self._wrap()
-        loss, right = (self.sums / count).tolist()
+        agree(self.model)
+        loss, right = (summed(self.sums) / (count * place()[1])).tolist()
         return {"loss": loss, "train_accuracy": right}
 
     def state(self) -> dict[str, Any]:
@@ -246,6 +248,7 @@ def recalibrate(model: nn.Module, batches: Stream, count: int) -> None:
     torch.optim.swa_utils.update_bn(
         (batches.next()[0] for _ in range(min(count, batches.per_epoch))), model
     )
+    agree(model)
 
 
 @contextmanager
