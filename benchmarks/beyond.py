@@ -115,9 +115,9 @@ def painting(folder: Path) -> list[str]:
         f"MACs (the paper: {' and '.join(str(share) for share in PAPER['style']['ratio'])} %): the "
         f"perceptual loss on {run['scored_on']} photos that it did not see is {after:,.0f}; that "
         f"of the whole network, trained half as long, is {before:,.0f}. Not as in the paper: "
-        f"features are those of our pruned VGG-16 for CIFAR-10, scaled until content and "
-        f"style weigh about the same (no other weights were at hand); the style is drawn by a "
-        f"script; {run['trained_on']} photos of VOC, {recipe['baseline_epochs']} + "
-        f"{recipe['epochs']} epochs. One run, on {where(run)}."
+        f"features are those of our pruned VGG-16 for CIFAR-10 (no other weights were at hand), "
+        f"which was taught on small images and leaves dotted spots, scaled by a number that was "
+        f"found by eye; the style is drawn by a script; {run['trained_on']} photos of VOC, "
+        f"{recipe['baseline_epochs']} + {recipe['epochs']} epochs. One run, on {where(run)}."
     )
     return [told, *picture("paintings")]

@@ -128,6 +128,7 @@ EXPERIMENTS = {
         for decay in (0.0001, 0.0002, 0.0005)
     },
     "ablation-reference": short("scored=1"),
+    **{f"ablation-again{seed}": short(seed=seed) for seed in (1, 2)},  # how far runs differ
     "ablation-scratch": short("baseline_epochs=0", after=""),
     "ablation-sweeps3": short("schedule.sweeps=3"),
     "ablation-kernel-gates": short(method="kernel-gates"),

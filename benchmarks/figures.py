@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from experiments import NORMS
+from experiments import ALPHAS, EXPERIMENTS, NORMS
 from polarprune.gates import gate_slope, gate_value
 from polarprune.pictures import bars
 from polarprune.prox import prox_l1
@@ -98,8 +98,8 @@ def gate() -> Figure:
     return figure
 
 
-def algorithm1() -> Figure:
-    """The paper's example: f(x, y) = ½(‖x - u‖² + ‖y - v‖²) + c ‖x‖₀ ‖y‖₀."""
+def sweeps() -> dict[str, list[float]]:
+    """The paper's example: f(x, y) = ½(‖x - u‖² + ‖y - v‖²) + c ‖x‖₀ ‖y‖₀, after 0, 1, … sweeps."""
     u, v, c = [0.1, 0.2], [-0.3, 0.5, 0.6], 0.01
     starts = {"init 1": [0.1, 0.8, 0.7, 0.3, 0.8], "init 2": [0.4, 0.1, 0.7, 0.5, 0.0]}
     aim, owner = torch.tensor(u + v).double(), torch.tensor([0, 0, 1, 1, 1])
@@ -109,14 +109,20 @@ def algorithm1() -> Figure:
         live = [int((x[owner == k] != 0).sum()) for k in (0, 1)]
         return float(0.5 * ((x - aim) ** 2).sum() + c * live[0] * live[1])
 
-    figure, (axis,) = panels(1)
-    for (name, start), (colour, dash, mark) in zip(starts.items(), STYLES, strict=False):
+    found = {}
+    for name, start in starts.items():
         first = torch.tensor(start).double()
-        values = [value(first)]
-        values += [
+        found[name] = [value(first)]
+        found[name] += [
             value(prox_l1(aim, owner, q, b, 1.0, sweeps=n, start=first)) for n in range(1, 7)
         ]
-        axis.plot(range(7), values, dash, marker=mark, color=colour, label=name)
+    return found
+
+
+def algorithm1() -> Figure:
+    figure, (axis,) = panels(1)
+    for (name, values), (colour, dash, mark) in zip(sweeps().items(), STYLES, strict=False):
+        axis.plot(range(len(values)), values, dash, marker=mark, color=colour, label=name)
     axis.set(xlabel="sweeps of Algorithm 1", ylabel="f(x, y)")
     axis.legend(frameon=False)
     return figure
@@ -199,14 +205,14 @@ def accuracy() -> Figure:
 
 
 def tables() -> list[str]:
-    """Runs of ours that are in the table: those that were fine-tuned are for other comparisons."""
+    """Runs of ours that are in the table."""
     found = [path.parent.name for path in sorted(RESULTS.glob("*/card.json"))]
     mine = [
         name
         for name in found
         if not name.startswith("ablation")
         and card(name)["method"] == "gdp"
-        and card(name)["table"][-1]["stage"] == "after removal"
+        and EXPERIMENTS[name].tune == 0
     ]
     if not mine:
         raise Missing("any run of ours")
@@ -252,9 +258,11 @@ def consistency() -> Figure:
     figure, (axis,) = panels(1)
     x, y = ([score(name, stage) for name in names] for stage in ENDS)
     axis.plot(x, y, "o", color=BLUE)
-    for name, *at in zip(names, x, y, strict=True):
-        axis.annotate(f"λ = {name.removeprefix('ablation-lam')}", at, fontsize=8, xytext=(5, -8),
-                      textcoords="offset points", color=GREY)  # fmt: skip
+    for k, (name, *at) in enumerate(zip(names, x, y, strict=True)):
+        aside = (-6, 2 - 8 * (k % 2)) if at[0] > statistics.mean(x) - 5 else (6, -3)
+        axis.annotate(f"λ = {name.removeprefix('ablation-lam')}", at, fontsize=8, xytext=aside,
+                      textcoords="offset points", color=GREY,
+                      ha="right" if aside[0] < 0 else "left")  # fmt: skip
     axis.set(xlabel="super-net, before removal (%)", ylabel="sub-net, after fine-tuning (%)")
     axis.set_title(f"correlation {found:.3f} (paper: {PAPER['imagenet']['correlation']})",
                    fontsize=10)  # fmt: skip
@@ -282,7 +290,7 @@ def epsilon() -> Figure:
     """How fast ε decays, and where it begins."""
     figure, (left, right) = panels(2)
     for axis, found, name in (
-        (left, decays(), "decay of ε an epoch"),
+        (left, decays(), "decay of ε an epoch, of 140"),
         (right, starts(), "first ε"),
     ):
         axis.plot(list(found), list(found.values()), "-o", color=BLUE)
@@ -341,8 +349,9 @@ def norm() -> Figure:
     for ((kind, lam), left), (colour, dash, mark) in zip(norms().items(), STYLES, strict=False):
         label = f"{kind.replace('l', 'ℓ')}, λ = {lam}"
         axis.plot(list(left), list(left.values()), dash, marker=mark, color=colour, label=label)
-    axis.set(xlabel="α at the start (the gate is 0.91)", ylabel="MACs left (%)", ylim=(0, 103))
-    axis.legend(frameon=False)
+    axis.set(xlabel="α at the start", ylabel="MACs left (%)", ylim=(0, 103))
+    axis.set_xticks(sorted(ALPHAS))
+    axis.legend(frameon=False, loc="center right")
     return figure
 
 

@@ -31,7 +31,7 @@ from polarprune.experiments.voc import CLASSES, Voc
 
 OUT = Path(__file__).parent.parent / "docs" / "figures"
 HELD = 20  # photos that are not learned from
-SIZE = 0.12  # of features, on average: content and style then weigh about the same
+SIZE = 0.12  # of features, on average: with more, the style eats the content
 
 
 def palette(count: int) -> Any:

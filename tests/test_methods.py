@@ -487,6 +487,7 @@ def stored(
         "network": network, "method": method, "budget": {"macs": macs}, "table": table,
         "accuracy": scores[-1], "macs_share": macs - 1e-4, "scored_on": images, "recipe": numbers,
         "machine": "a machine", "versions": {"torch": "2.13.0"},
+        "identical_predictions": name != "vgg",
     }  # fmt: skip
     folder = root / "results" / name
     folder.mkdir(parents=True)
@@ -506,7 +507,7 @@ def made(root: Path) -> tuple[str, str]:
 
 def test_results_that_are_missing_are_said_to_be(tmp_path: Path) -> None:
     page, readme = made(tmp_path)
-    assert page.count("| not run yet | – | not run yet | 0 |") == 4
+    assert page.count("| not run yet | – | not run yet | – | 0 |") == 4
     assert all(f"| {name} | – | not run yet |" in page for name in ("gdp", *METHODS))
     assert readme == f"above\n{MARKS[0]}\nold\n{MARKS[1]}\nbelow\n"
 
@@ -518,11 +519,13 @@ def test_results_are_means_over_seeds_beside_the_papers(tmp_path: Path) -> None:
     stored(tmp_path, "vgg", (0.93, 0.935, 0.935), network="vgg16", macs=0.3055)
     page, readme = made(tmp_path)
     row = (
-        "| ResNet-56 | 93.90 | 46.65 | 93.97 | 94.00 ± 0.14 | 46.64 ± 0.00 | **94.10 ± 0.14** | 2 |"
+        "| ResNet-56 | 93.90 | 46.65 | 93.97 | +0.07 | 94.00 ± 0.14 | 46.64 ± 0.00 | "
+        "**94.10 ± 0.14** | +0.10 | 2 |"
     )
     assert row in page and row in readme
-    assert "| VGG-16 | 93.89 | 30.55 | 93.99 | 93.00 | 30.54 | **93.50** | 1 |" in page
-    assert "| ResNet-56 | 93.90 | 34.36 | 93.55 | not run yet |" in page
+    assert "93.99 | +0.10 | 93.00 | 30.54 | **93.50** | +0.50 | 1 |" in page
+    assert "| ResNet-56 | 93.90 | 34.36 | 93.55 | -0.35 | not run yet |" in page
+    assert "same on all 10,000 images in 2 of 3 runs" in page and "keeps more in 0 of 4" in page
     assert readme.startswith("above\n") and readme.endswith("below\n") and "old" not in readme
     assert "epochs 200 (350)" in page and "distill 0.9 (0)" in page
     assert "3 on a machine (torch 2.13.0): 3.0 hours" in page
@@ -547,31 +550,34 @@ def test_what_was_held_out_is_a_table_of_what_differs(tmp_path: Path) -> None:
 def test_runs_by_other_recipes_are_not_mixed(tmp_path: Path) -> None:
     stored(tmp_path, "a", (0.93, 0.94, 0.94))
     stored(tmp_path, "b", (0.93, 0.95, 0.95), epochs=100)
-    stored(tmp_path, "c", (0.93, 0.94, 0.94), seed=1)
-    stored(tmp_path, "d", (0.93, 0.96, 0.96, 0.97), tune_epochs=40)  # compared with others only
+    stored(tmp_path, "c", (0.93, 0.94, 0.94, 0.945), seed=1, tune_epochs=40)
+    tuned = {"epochs": 100, "tune_epochs": 40}  # compared with others only
+    stored(tmp_path, "d", (0.93, 0.96, 0.96, 0.97), **tuned)
     page, _ = made(tmp_path)
-    assert "| ResNet-56 (resnet56) |" in page and "**94.00 ± 0.00** | 2 |" in page
-    assert "| ResNet-56 (changed: epochs 100 (200)) |" in page and "**95.00** | 1 |" in page
+    assert "| ResNet-56 (resnet56) |" in page and "**94.00 ± 0.00** | +1.00 | 2 |" in page
+    assert "| ResNet-56 (changed: epochs 100 (200)) |" in page and "**95.00** | +2.00 | 1 |" in page
     assert "**96.00**" not in page and "| 96.00 | 96.00 | 97.00 |" in page
+    assert "46.65 % was tuned after that for 40 epochs" in page and "came to 94.50." in page
 
 
 def test_where_a_control_wins_is_said(tmp_path: Path) -> None:
     for seed in (0, 1):
-        tuned = {"tune_epochs": 40, "seed": seed}
+        tuned = {"epochs": 100, "tune_epochs": 40, "seed": seed}
         stored(tmp_path, f"gdp{seed}", (0.93, 0.94, 0.94, 0.941), **tuned)
         stored(tmp_path, f"l0{seed}", (0.93, 0.92, 0.91, 0.945), method="l0", **tuned)
         stored(tmp_path, f"rnd{seed}", (0.93, 0.94, 0.1, 0.92), method="random", **tuned)
-    weak = {"method": "slimming", "tune_epochs": 40, "controls.slimming": 1e-5}
+    weak = {"method": "slimming", "epochs": 100, "tune_epochs": 40, "controls.slimming": 3e-5}
     stored(tmp_path, "slim", (0.93, 0.95, 0.945, 0.95), **weak)
-    stored(tmp_path, "other", (0.93, 0.9, 0.9, 0.9), method="lasso", tune_epochs=20)
-    stored(tmp_path, "base", (0.95, 0.9, 0.9, 0.9), method="magnitude", tune_epochs=40)
+    short = {"epochs": 100}
+    stored(tmp_path, "other", (0.93, 0.9, 0.9, 0.9), method="lasso", tune_epochs=20, **short)
+    stored(tmp_path, "base", (0.95, 0.9, 0.9, 0.9), method="magnitude", tune_epochs=40, **short)
     page, _ = made(tmp_path)
     rows = {line.split("|")[1].strip(): line for line in page.split("## Other")[1].splitlines()
             if line.startswith("|")}  # fmt: skip
     assert "94.00 ± 0.00 | 94.10 ± 0.00" in rows["**gdp (ours)**"]
-    assert rows["l0"].endswith("| 200 + 40 | 2 | after fine-tuning |")
+    assert rows["l0"].endswith("| 100 + 40 | 2 | after fine-tuning |")
     assert rows["random"].endswith("| no |")
-    assert rows["slimming (slimming = 1e-05)"].endswith("| after removal and after fine-tuning |")
+    assert rows["slimming (slimming = 3e-05)"].endswith("| after removal and after fine-tuning |")
     assert rows["lasso"].endswith("| ours: not run yet |")
     assert rows["magnitude"].endswith("| no (from another baseline) |")
     assert rows["torch-pruning"].count("not run yet") == 2

@@ -17,7 +17,7 @@ from ..schedule import Schedule
 class Controls:
     """The numbers of the methods that ours is compared with (see `methods`)."""
 
-    slimming: float = 1e-4  # weight of Σ |γ|
+    slimming: float = 1e-5  # weight of Σ |γ|, its authors' for ResNets
     lasso: float = 2e-5  # weight of Σ √size · ‖w‖
     l0_beta: float = 2 / 3  # temperature of the hard-concrete distribution
     l0_gamma: float = -0.1  # it is stretched to gamma … zeta, and cut off at 0 and 1
