@@ -88,6 +88,7 @@ STARTS = (0.02, 0.05, 0.2, 0.5)  # of ε; 0.1 is one of the decays
 ALPHAS = (1.0, 0.5, 0.25)
 NORMS = (("l1", 4), ("l0", 4), ("l0", 200))  # of the proximal step, and λ
 NAIVE = (1, 10, 30, 100)  # λ
+STRONG = (("slimming", 1e-4), ("torch-pruning", 5e-4))  # authors' for VGG, and at their rates
 VOC = (38, 23, 12, 5)  # percent, near the paper's
 EXPERIMENTS = {
     COMMON: Experiment("resnet56", keeps=True),
@@ -107,10 +108,13 @@ EXPERIMENTS = {
         )
         for method in ("gdp", *METHODS)
     },
-    "resnet56-47-strong-torch-pruning": Experiment(  # the number of its authors, at our rates
-        "resnet56", 0.4665, method="torch-pruning", after=COMMON, tune=TUNED,
-        change=(f"epochs={COMPARED}", "controls.torch_pruning=0.0005"),
-    ),
+    **{
+        f"resnet56-47-strong-{method}": Experiment(
+            "resnet56", 0.4665, method=method, after=COMMON, tune=TUNED,
+            change=(f"epochs={COMPARED}", f"controls.{method.replace('-', '_')}={strength}"),
+        )
+        for method, strength in STRONG
+    },
     "voc-backbone": Experiment("deeplab_backbone"),
     **{
         f"voc-{percent}": Experiment(
