@@ -80,11 +80,17 @@ def short(*change: str, **options: Any) -> Experiment:
     )
 
 
+def compared(method: str, *change: str) -> Experiment:
+    """A method beside the others."""
+    changes = (f"epochs={COMPARED}", *change)
+    return Experiment("resnet56", 0.4665, method=method, after=COMMON, tune=TUNED, change=changes)
+
+
 COMPARED, TUNED = 100, 20  # epochs, where methods are compared: with them, and of fine-tuning
 SHORT, TUNED_SHORT, PAPER = 20, 10, 140  # epochs: of an ablation, tuning it, and the paper's
 LAMBDAS = (1, 2, 3, 4, 6, 8, 10)
 DECAYS = (0.86, 0.88, 0.90, 0.92, 0.94, 0.96)  # of ε, an epoch
-STARTS = (0.02, 0.05, 0.2, 0.5)  # of ε; 0.1 is one of the decays
+STARTS, DECAY = (0.02, 0.05, 0.2, 0.5), 0.92  # of ε; one of the decays starts at 0.1
 ALPHAS = (1.0, 0.5, 0.25)
 NORMS = (("l1", 4), ("l0", 4), ("l0", 200))  # of the proximal step, and λ
 NAIVE = (1, 10, 30, 100)  # λ
@@ -102,16 +108,11 @@ EXPERIMENTS = {
     "vgg16-31": Experiment("vgg16", 0.3055, ships="vgg16-31"),
     "mobilenetv2-54": Experiment("mobilenetv2", 0.5378, ships="mobilenetv2-54"),
     **{
-        f"resnet56-47-{method}": Experiment(
-            "resnet56", 0.4665, method=method, after=COMMON, tune=TUNED,
-            change=(f"epochs={COMPARED}",),
-        )
-        for method in ("gdp", *METHODS)
+        f"resnet56-47-{method}": compared(method) for method in ("gdp", *METHODS)
     },
     **{
-        f"resnet56-47-strong-{method}": Experiment(
-            "resnet56", 0.4665, method=method, after=COMMON, tune=TUNED,
-            change=(f"epochs={COMPARED}", f"controls.{method.replace('-', '_')}={strength}"),
+        f"resnet56-47-strong-{method}": compared(
+            method, f"controls.{method.replace('-', '_')}={strength}"
         )
         for method, strength in STRONG
     },
@@ -147,7 +148,7 @@ EXPERIMENTS = {
     },
     **{
         f"ablation-eps{eps}": short(
-            f"schedule.eps_start={eps}", f"schedule.eps_end={eps * 0.92**PAPER}"
+            f"schedule.eps_start={eps}", f"schedule.eps_end={eps * DECAY**PAPER}"
         )
         for eps in STARTS
     },

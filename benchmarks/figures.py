@@ -18,8 +18,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from experiments import ALPHAS, EXPERIMENTS, NORMS
-from polarprune.gates import gate_slope, gate_value
+from experiments import ALPHAS, DECAY, EXPERIMENTS, NORMS
+from polarprune.gates import EPS_START, gate_slope, gate_value
 from polarprune.pictures import bars
 from polarprune.prox import prox_l1
 
@@ -205,14 +205,14 @@ def accuracy() -> Figure:
 
 
 def tables() -> list[str]:
-    """Runs of ours that are in the table."""
+    """Runs of ours that are in the table: not those that stand beside other methods."""
     found = [path.parent.name for path in sorted(RESULTS.glob("*/card.json"))]
     mine = [
         name
         for name in found
         if not name.startswith("ablation")
         and card(name)["method"] == "gdp"
-        and EXPERIMENTS[name].tune == 0
+        and not (name in EXPERIMENTS and EXPERIMENTS[name].tune)
     ]
     if not mine:
         raise Missing("any run of ours")
@@ -280,10 +280,7 @@ def starts() -> dict[float, float]:
     """First values of ε; one of the runs that differ in the decay has the usual one."""
     found = {float(n.removeprefix("ablation-eps")): score(n, "after removal")
              for n in ablations("eps")}  # fmt: skip
-    return dict(sorted({**found, USUAL: decays()[DECAY]}.items()))
-
-
-USUAL, DECAY = 0.1, 0.92  # of ε: where it starts, and its decay in runs that start elsewhere
+    return dict(sorted({**found, EPS_START: decays()[DECAY]}.items()))
 
 
 def epsilon() -> Figure:

@@ -70,7 +70,7 @@ class Bank:
             self.ready = _Values.apply(eps, speed, *alphas)  # type: ignore[no-untyped-call]
         else:
             if self._layout is None or not self._layout.fits(weights):
-                self._layout = Layout(weights, self.parts, self.gates)
+                self._layout = Layout(weights, self.parts, self.gates, self.readers)
             self.ready = _Multiply.apply(self._layout, eps, speed, *alphas, *weights)  # type: ignore[no-untyped-call]
         self.weights, self.learns, self.running = weights, torch.is_grad_enabled(), True
 
@@ -147,7 +147,14 @@ def _is_dense(weight: Tensor) -> bool:
 class Layout:
     """Which gate belongs to which element of the weights, in the order of memory."""
 
-    def __init__(self, weights: list[Tensor], parts: list[GatedWeight], gates: list[Gate]) -> None:
+    def __init__(
+        self,
+        weights: list[Tensor],
+        parts: list[GatedWeight],
+        gates: list[Gate],
+        readers: list[list[int]],
+    ) -> None:
+        self.readers = readers
         with torch.device("cpu"):  # whatever the user's default is
             self._build(weights, parts, gates)
 
@@ -155,7 +162,6 @@ class Layout:
         self.forms = [(weight.shape, weight.stride()) for weight in weights]
         self.device = weights[0].device
         self.sizes = [len(gate.alpha) for gate in gates]
-        self.readers = [[gates.index(g) for g in part.gates] for part in parts]  # type: ignore[arg-type]
         offsets = dict(zip(map(id, gates), _offsets(self.sizes), strict=True))
         laid = []
         for weight, part in zip(weights, parts, strict=True):
