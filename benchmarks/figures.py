@@ -348,7 +348,10 @@ def norm() -> Figure:
         axis.plot(list(left), list(left.values()), dash, marker=mark, color=colour, label=label)
     axis.set(xlabel="α at the start", ylabel="MACs left (%)", ylim=(0, 103))
     axis.set_xticks(sorted(ALPHAS))
-    axis.legend(frameon=False, loc="center right")
+    figure.legend(
+        frameon=False, loc="outside upper center", ncols=3, columnspacing=1, handlelength=1.6,
+        fontsize=9,
+    )  # fmt: skip
     return figure
 
 

@@ -229,6 +229,7 @@ def controls(runs: list[Stored]) -> list[str]:
             [run for run in mine if run.method == method],
             lambda run, others=others: run.numbers(*others),  # type: ignore[misc]
         )
+        kinds.sort(key=lambda kind: bool(_changed(kind[0])))
         lines += [_control(method, kind, mine) for kind in kinds]
         if not kinds:
             lines.append(f"| {method} | – | {NOT_YET} | {NOT_YET} | – | – | 0 | – |")
@@ -236,13 +237,8 @@ def controls(runs: list[Stored]) -> list[str]:
 
 
 def _control(method: str, runs: list[Stored], every: list[Stored]) -> str:
-    default = dataclasses.asdict(Controls())
-    own = runs[0].card["recipe"].get("controls", {})
-    stem = method.replace("-", "_")
-    changed = [f"{key} = {value:g}" for key, value in own.items()
-               if key.startswith(stem) and value != default.get(key)]  # fmt: skip
     name = "**gdp (ours)**" if method == "gdp" else method
-    if changed:
+    if changed := _changed(runs[0]):
         name += f" ({', '.join(changed)})"
     stages = ("before removal", "after removal", "after fine-tuning")
     cells = [spread([run.score(stage) for run in runs]) for stage in stages]
@@ -250,6 +246,36 @@ def _control(method: str, runs: list[Stored], every: list[Stored]) -> str:
     recipe = runs[0].card["recipe"]
     cells += [f"{recipe['epochs']} + {recipe['tune_epochs']}", str(len(runs))]
     return f"| {name} | {' | '.join(cells)} | {beats(runs, every)} |"
+
+
+def _changed(run: Stored) -> list[str]:
+    """Numbers of its method that are not the usual ones."""
+    default = dataclasses.asdict(Controls())
+    own = run.card["recipe"].get("controls", {})
+    stem = run.method.replace("-", "_")
+    return [f"{key} = {value:g}" for key, value in own.items()
+            if key.startswith(stem) and value != default.get(key)]  # fmt: skip
+
+
+def near(runs: list[Stored]) -> list[str]:
+    """Which methods end so close to ours that one run each does not tell them apart."""
+    seeds = [run.score("after removal") for run in runs if run.tabled and run.answers(COMPARED)]
+    known = [score for score in seeds if score is not None]
+    every = [run for run in runs if run.answers(COMPARED) and run.compared]
+    ours = [run for run in every if run.method == "gdp"]
+    if len(known) < 2 or not ours:
+        return []
+    noise, told = statistics.stdev(known), []
+    far = 2 * 2**0.5 * noise
+    for stage in ("after removal", "after fine-tuning"):
+        close = [run.method for run in every if run.method != "gdp"
+                 and abs(_mean([run], stage) - _mean(ours, stage)) < far]  # fmt: skip
+        told.append(f"{stage} {' and '.join(close) or 'none'}")
+    return [
+        f"Our own runs of the table above differ by ± {noise:.2f} over {len(known)} seeds. Closer "
+        f"to ours than 2 √2 of that, so that one run each does not tell them apart: "
+        f"{', '.join(told)}."
+    ]
 
 
 def beats(runs: list[Stored], every: list[Stored]) -> str:
@@ -298,7 +324,7 @@ def chosen(folder: Path) -> list[str]:
         epochs, count = (mine[0][0][key] for key in ("baseline_epochs", "hold_out"))
         lines += [f"{NAMES[network]}, {epochs} epochs, {count:,} images held out:", ""]
         lines += [f"| {' | '.join(varied)} | accuracy |", "|---" * (len(varied) + 1) + "|"]
-        for recipe, score in sorted(mine, key=lambda one: -one[1]):
+        for recipe, score in sorted(mine, key=lambda one: [one[0][key] for key in varied]):
             lines.append(f"| {' | '.join(str(recipe[key]) for key in varied)} | {score:.2f} |")
         lines.append("")
     return lines[:-1] or [NOT_YET]
@@ -381,10 +407,11 @@ def page(runs: list[Stored], folder: Path) -> str:
         "seeds, epochs, learning rates and distillation, by `polarprune train --method` "
         "([methods.py](../src/polarprune/experiments/methods.py) says what each does; magnitude "
         "and random add nothing to the training, so they cut the same network). A method beats "
-        "ours where its mean over the same seeds is higher. Brackets: with a strength of its own; "
-        "that of Torch-Pruning's authors, at our learning rates, closes most of the network while "
-        "it trains, and leaves far less than the budget.",
+        "ours where its mean over the same seeds is higher. Brackets: with another strength than "
+        "the recipe's; that of Torch-Pruning's authors, as it is at our learning rates, closes "
+        "most of the network while it trains, and leaves far less than the budget.",
         "\n".join(controls(runs)),
+        *near(runs),
         "## Figures",
         "From `results/` and [paper.json](../benchmarks/paper.json), by `make figures`. Ablations "
         f"are runs of {SHORT} epochs on ResNet-56 and CIFAR-10, from the same baseline and without "

@@ -159,7 +159,7 @@ def norm() -> str:
         f"From α = {', '.join(f'{a:g}' for a in sorted(ALPHAS))}: {'; '.join(told)} of the MACs. "
         f"Two runs with ℓ1 that differ in nothing ended {apart:.0f} points apart. "
         + (
-            f"What ℓ0 leaves depends on the start, beyond that, {AS_PAPER}."
+            f"What ℓ0 leaves depends on the start by more than that, {AS_PAPER}."
             if clear
             else "Beyond that, neither depends on the start here; the paper saw it of ℓ0."
         )

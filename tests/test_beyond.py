@@ -50,7 +50,16 @@ def test_segmentation_is_told_with_the_branches_that_closed(tmp_path: Path, clos
         "| 5.2 | 66.6 | 5.0 | **20.0** | 2.5 |" + left,
     ]
     assert ("at 38 %: rate 18; at 5 %: rate 18" in seen) == closes == ("so do we" in seen)
-    assert "2 of 2 networks" in seen
+    assert ("fewest channels of all, or as few, at 38 %, 5 %." in seen) == (not closes)
+    assert seen.endswith("2 of 2 networks.")
+
+
+def test_pixels_that_are_named_otherwise_are_told(tmp_path: Path) -> None:
+    card(tmp_path, "voc-5", "deeplabv3plus-scratch", 0.05, (0.3, 0.2), "mIoU",
+         identical_predictions=False)  # fmt: skip
+    (run,) = beyond.cards(tmp_path, "voc")
+    run["table"][-1]["mIoU"] -= 4e-8
+    assert "0 of 1 networks" in beyond._alike([run]) and "4e-06 points" in beyond._alike([run])
 
 
 def test_style_transfer_is_told_with_both_losses(tmp_path: Path) -> None:

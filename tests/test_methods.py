@@ -544,7 +544,7 @@ def test_what_was_held_out_is_a_table_of_what_differs(tmp_path: Path) -> None:
     assert "MobileNetV2, 60 epochs, 5,000 images held out:" in held
     table = [line for line in held.splitlines() if line.startswith("|")]
     assert table[0] == "| weight_decay | accuracy |"
-    assert table[2:] == ["| 0.0002 | 94.00 |", "| 0.0001 | 93.00 |"]
+    assert table[2:] == ["| 0.0001 | 93.00 |", "| 0.0002 | 94.00 |"]
 
 
 def test_runs_by_other_recipes_are_not_mixed(tmp_path: Path) -> None:
@@ -581,6 +581,19 @@ def test_where_a_control_wins_is_said(tmp_path: Path) -> None:
     assert rows["lasso"].endswith("| ours: not run yet |")
     assert rows["magnitude"].endswith("| no (from another baseline) |")
     assert rows["torch-pruning"].count("not run yet") == 2
+
+
+def test_controls_that_one_run_does_not_tell_apart_are_named(tmp_path: Path) -> None:
+    for seed, score in ((0, 0.940), (1, 0.942)):  # ± 0.14, so that 0.40 points are far
+        stored(tmp_path, f"seed{seed}", (0.93, score, score), seed=seed)
+    tuned = {"epochs": 100, "tune_epochs": 40}
+    stored(tmp_path, "gdp", (0.93, 0.94, 0.94, 0.940), **tuned)
+    stored(tmp_path, "l0", (0.93, 0.94, 0.937, 0.943), method="l0", **tuned)
+    stored(tmp_path, "lasso", (0.93, 0.94, 0.90, 0.937), method="lasso", **tuned)
+    stored(tmp_path, "random", (0.93, 0.94, 0.10, 0.935), method="random", **tuned)
+    page, _ = made(tmp_path)
+    assert "± 0.14 over 2 seeds" in page
+    assert "apart: after removal l0, after fine-tuning l0 and lasso." in page
 
 
 def test_the_readme_has_the_marks() -> None:
