@@ -40,7 +40,7 @@ def test_segmentation_is_told_with_the_branches_that_closed(tmp_path: Path, clos
         widths = {group: [7, 256] for group in beyond.BRANCHES.values()}
         widths[beyond.BRANCHES["rate 18"]][0] = 0 if closes else 5
         card(tmp_path, f"voc-{share}", "deeplabv3plus-scratch", share, (0.3, score), "mIoU",
-             widths=widths)  # fmt: skip
+             widths=widths, IoU=dict.fromkeys(beyond.FREQUENT, score) | {"bird": 0.0})  # fmt: skip
     setting, table, seen = beyond.segmentation(tmp_path)[:3]
     assert "410 photos" in setting and "87.6 %" in setting and "on a machine" in setting
     assert table.splitlines()[2] == "| 100 | 77.4 | 100 | 30.0 | 100 |" + " 256 |" * 5
@@ -51,6 +51,7 @@ def test_segmentation_is_told_with_the_branches_that_closed(tmp_path: Path, clos
     ]
     assert ("at 38 %: rate 18; at 5 %: rate 18" in seen) == closes == ("so do we" in seen)
     assert ("fewest channels of all, or as few, at 38 %, 5 %." in seen) == (not closes)
+    assert "1 of the 7 classes" in seen and "reach 31.0, 20.0 %" in seen
     assert seen.endswith("2 of 2 networks.")
 
 
