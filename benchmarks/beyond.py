@@ -98,11 +98,12 @@ def _seen(runs: list[dict[str, Any]]) -> str:
         }
         for run in runs
     }
-    closed = {
-        share: [name for name in widths if not widths[name]] for share, widths in left.items()
-    }
-    told = [f"at {share}: {', '.join(names)}" for share, names in closed.items() if names]
-    same = WIDEST in closed[next(iter(closed))]
+    told = [
+        f"at {share}: {', '.join(name for name in widths if not widths[name])}"
+        for share, widths in left.items()
+        if not all(widths.values())
+    ]
+    same = runs[0]["widths"][BRANCHES[WIDEST]][0] == 0
     least = [share for share, widths in left.items() if widths[WIDEST] == min(widths.values())]
     also = f"; it keeps the fewest channels of all, or as few, at {', '.join(least)}"
     return (
@@ -119,9 +120,8 @@ def _classes(runs: list[dict[str, Any]]) -> str:
     rare = [name for name in shares[0] if all(iou.get(name, 0.0) < 0.1 for iou in shares)]
     means = [100 * sum(iou[name] for name in FREQUENT) / len(FREQUENT) for iou in shares]
     return (
-        f"The mean is that low as {len(rare)} of the {len(shares[0])} classes that occur are in "
-        f"few photos, and stay below 10 % in every pruned network; over "
-        f"{', '.join(FREQUENT[:-1])} and {FREQUENT[-1]} they reach "
+        f"{len(rare)} of the {len(shares[0])} classes that occur stay below 10 % in every pruned "
+        f"network; over {', '.join(FREQUENT[:-1])} and {FREQUENT[-1]} they reach "
         f"{', '.join(f'{mean:.1f}' for mean in means)} % (not stored for the whole network)."
     )
 
@@ -132,10 +132,7 @@ def _alike(runs: list[dict[str, Any]]) -> str:
     if exact == len(runs):
         return f"{told}."
     off = max(abs(of(run, "after removal") - of(run, "before removal")) for run in runs)
-    return (
-        f"{told}; in the others sums were rounded in another order for some, and the mIoU differs "
-        f"by {100 * off:.1g} points at most."
-    )
+    return f"{told}; the mIoU of the others differs by {100 * off:.1g} points at most."
 
 
 # --- style transfer -------------------------------------------------------------------------------

@@ -259,20 +259,19 @@ def _changed(run: Stored) -> list[str]:
 
 def near(runs: list[Stored]) -> list[str]:
     """Which methods end so close to ours that one run each does not tell them apart."""
-    seeds = [run.score("after removal") for run in runs if run.tabled and run.answers(COMPARED)]
-    known = [score for score in seeds if score is not None]
-    every = [run for run in runs if run.answers(COMPARED) and run.compared]
-    ours = [run for run in every if run.method == "gdp"]
-    if len(known) < 2 or not ours:
+    here = [run for run in runs if run.answers(COMPARED)]
+    seeds = [_mean([run], "after removal") for run in here if run.tabled]
+    ours = [run for run in here if run.compared and run.method == "gdp"]
+    if len(seeds) < 2 or not ours:
         return []
-    noise, told = statistics.stdev(known), []
+    noise, told = statistics.stdev(seeds), []
     far = 2 * 2**0.5 * noise
     for stage in ("after removal", "after fine-tuning"):
-        close = [run.method for run in every if run.method != "gdp"
+        close = [run.method for run in here if run.compared and run.method != "gdp"
                  and abs(_mean([run], stage) - _mean(ours, stage)) < far]  # fmt: skip
         told.append(f"{stage} {' and '.join(close) or 'none'}")
     return [
-        f"Our own runs of the table above differ by ± {noise:.2f} over {len(known)} seeds. Closer "
+        f"Our own runs of the table above differ by ± {noise:.2f} over {len(seeds)} seeds. Closer "
         f"to ours than 2 √2 of that, so that one run each does not tell them apart: "
         f"{', '.join(told)}."
     ]
