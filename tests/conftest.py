@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import polarprune as pp
+from polarprune.groups import Graph
+from polarprune.surgery import fold
 
 torch.set_num_threads(1)
 
@@ -89,3 +92,33 @@ def same_state(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
         a.dtype == b.dtype and torch.equal(a.nan_to_num(7e7), b.nan_to_num(7e7))
         for a, b in zip(one.values(), other.values(), strict=True)
     )
+
+
+def random_plan(graph: Graph, seed: int) -> dict[str, list[int]]:
+    """Seed 0 keeps as few channels as may be, the others any number of each group."""
+    generator = torch.Generator().manual_seed(seed)
+    plan = {}
+    for name, group in graph.open.items():
+        most = group.size + 1 if seed else group.minimum + 1
+        count = int(torch.randint(group.minimum, most, (), generator=generator))
+        plan[name] = sorted(torch.randperm(group.size, generator=generator)[:count].tolist())
+    return plan
+
+
+@torch.no_grad()
+def cut_error(model: nn.Module, graph: Graph, *examples: Any, plans: int = 4) -> float:
+    """How far random cuts are from the model in which the same channels are silenced.
+
+    `model` is in float64 and eval mode; each example is a tuple of arguments.
+    """
+    worst = 0.0
+    for seed in range(plans):
+        plan = random_plan(graph, seed)
+        small = pp.shrink(model, graph, plan)
+        masked = copy.deepcopy(model)
+        fold(masked, graph, graph.alive(plan).double())
+        for given in examples:
+            one, other = masked(*given), small(*given)
+            assert one.shape == other.shape and one.isfinite().all()
+            worst = max(worst, float((one - other).abs().max() / one.abs().max()))
+    return worst

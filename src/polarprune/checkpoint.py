@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from .errors import PruneError
+from .settings import check_path
 from .surgery import RECIPE, Recipe, apply
 from .tape import copied, named_tensors
 
@@ -27,6 +28,7 @@ def save(model: nn.Module, path: str | Path, *, card: dict[str, Any] | None = No
 
     `card` is plain data about it, whatever the user wants to know later (`read_card`).
     """
+    check_path("save", path)
     recipe = getattr(model, RECIPE, None)
     if recipe is None:
         raise PruneError(
@@ -70,6 +72,7 @@ def write_tensors(
 
 def load(path: str | Path, *, model: nn.Module) -> nn.Module:
     """The saved small model, built on `model`: a fresh instance of the original class."""
+    check_path("load", path)
     if not isinstance(model, nn.Module):
         raise PruneError(f"load: model={model!r}; give an instance, as model=Net().")
     recipe, aliases = _read(_content(path), path)

@@ -120,7 +120,7 @@ class Flow:
 
     def on(self, value: Any, axis: int) -> Tensor | None:
         """The layer that varies along this axis, joined along all its other axes."""
-        axis %= max(len(value.shape), 1)
+        axis = value.axis(axis)
         found = [layer for layer in self.layers(value) if axis in support(layer)]
         if not found:
             return None

@@ -19,7 +19,7 @@ from .tape import Op, Value
 def reduction(flow: Flow, op: Op) -> None:
     """Over axes along which labels do not vary: they stay. Over whole rows: the row is the unit."""
     source = op.args[0]
-    axes = _axes_of(op, len(source.shape))
+    axes = _axes_of(op, source)
     kept = _left(flow, op, source, lambda axis: axis not in axes)
     for out in op.outs:
         if len(out.shape) == len(source.shape):
@@ -48,15 +48,16 @@ def _left(flow: Flow, op: Op, source: Value, untouched: Callable[[int], bool]) -
 _WEIGHABLE = ("mean", "sum", "var", "var_mean", "linalg_vector_norm")
 
 
-def _axes_of(op: Op, dim: int) -> set[int]:
+def _axes_of(op: Op, source: Value) -> set[int]:
     for position, argument in enumerate(op.func._schema.arguments):
         if argument.name in ("dim", "dims"):
             given = op.kwargs.get(argument.name, argument.default_value)
             given = op.args[position] if position < len(op.args) else given
             if given is None or given == []:
                 break
-            return {axis % dim for axis in (given if isinstance(given, (list, tuple)) else [given])}
-    return set(range(dim))
+            listed = given if isinstance(given, (list, tuple)) else [given]
+            return {source.axis(axis) for axis in listed}
+    return set(range(len(source.shape)))
 
 
 def window(flow: Flow, op: Op) -> None:
@@ -104,7 +105,7 @@ def _space(op: Op) -> int:
 def glu(flow: Flow, op: Op) -> None:
     """The first half gated by the second."""
     source, out = op.args[0], op.outs[0]
-    axis = (op.args[1] if len(op.args) > 1 else -1) % len(source.shape)
+    axis = source.axis(op.args[1] if len(op.args) > 1 else -1)
     kept = []
     for layer in flow.layers(source):
         if axis in support(layer):

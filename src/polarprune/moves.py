@@ -116,7 +116,7 @@ def cut(flow: Flow, op: Op) -> None:
     source = op.args[0]
     position = next(i for i, a in enumerate(op.func._schema.arguments) if a.name == "dim")
     axis = op.args[position] if len(op.args) > position else op.kwargs.get("dim", 0)
-    axis %= len(source.shape)
+    axis = source.axis(axis)
     if op.name == "slice" and not op.outs[0].shape[axis]:  # nothing, as wide as it must be
         return flow._uniform.add(op.outs[0])
     for layer in flow.layers(source):
@@ -152,7 +152,7 @@ def expand(flow: Flow, op: Op) -> None:
 def roll(flow: Flow, op: Op) -> None:
     """Fine along other axes; along channels the first would depend on which the last is."""
     source = op.args[0]
-    axes = {axis % len(source.shape) for axis in (op.args[2] if len(op.args) > 2 else ())}
+    axes = {source.axis(axis) for axis in (op.args[2] if len(op.args) > 2 else ())}
     for layer in flow.layers(source):
         if not axes or axes & set(support(layer)):
             flow.labels.freeze(layer, f"channels are rolled in {op.where}")
@@ -161,7 +161,7 @@ def roll(flow: Flow, op: Op) -> None:
 
 def slide(flow: Flow, op: Op) -> None:
     """unfold: windows along an axis. Fine where it is not that of channels."""
-    source, axis = op.args[0], op.args[1] % len(op.args[0].shape)
+    source, axis = op.args[0], op.args[0].axis(op.args[1])
     for layer in flow.layers(source):
         if axis in support(layer):
             flow.labels.freeze(layer, f"windows of channels in {op.where}")
@@ -203,7 +203,7 @@ def shuffle(flow: Flow, op: Op) -> None:
 def split(flow: Flow, op: Op) -> None:
     """Pieces of equal size stay of equal size, so that `chunk(2)` finds the same boundary again."""
     source = op.args[0]
-    axis = (op.args[2] if len(op.args) > 2 else op.kwargs.get("dim", 0)) % len(source.shape)
+    axis = source.axis(op.args[2] if len(op.args) > 2 else op.kwargs.get("dim", 0))
     movement(flow, op)
     sizes = {out.shape[axis] for out in op.outs}
     for layer in flow.layers(source):
@@ -218,7 +218,7 @@ def split(flow: Flow, op: Op) -> None:
 def cat(flow: Flow, op: Op) -> None:
     """Side by side along one axis; there, a part without labels gets labels of its own."""
     out = op.outs[0]
-    axis = (op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)) % len(out.shape)
+    axis = out.axis(op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0))
     parts = [part for part in op.args[0] if part.shape != (0,) and part.shape[axis]]
     crossing: list[Tensor] = []
     pieces = []
@@ -262,7 +262,7 @@ def _lay_side_by_side(
 def stack(flow: Flow, op: Op) -> None:
     """Along a new axis: the parts are joined, the new axis is whole."""
     out = op.outs[0]
-    axis = (op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)) % len(out.shape)
+    axis = out.axis(op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0))
     merged: list[Tensor] = []
     for part in op.args[0]:
         for layer in flow.layers(part):
@@ -326,7 +326,7 @@ def pick(flow: Flow, op: Op) -> None:
 def gather(flow: Flow, op: Op) -> None:
     """Elements along one axis; along the others index and source go together."""
     source, axis, index = op.args[:3]
-    axis %= max(len(source.shape), 1)
+    axis = source.axis(axis)
     kept = []
     for layer in flow.layers(source):
         if axis in support(layer) or not _same_for_all(index, layer):
@@ -344,7 +344,7 @@ def scatter_add(flow: Flow, op: Op) -> None:
     alike = all(_same_for_all(index, layer) for layer in layers)
     if alike:
         flow.set(index, [*flow.layers(index), *flow.layers(values)])
-    _into_rows(flow, op, values, axis % max(len(target.shape), 1) if alike else None)
+    _into_rows(flow, op, values, target.axis(axis) if alike else None)
 
 
 def _same_for_all(index: Value, layer: Tensor) -> bool:
@@ -379,7 +379,7 @@ def put(flow: Flow, op: Op) -> None:
 def add_rows(flow: Flow, op: Op) -> None:
     """index_add: rows of a tensor are added to those of another."""
     target, axis, _, values = op.args[:4]
-    _into_rows(flow, op, values, axis % max(len(target.shape), 1))
+    _into_rows(flow, op, values, target.axis(axis))
 
 
 def _into_rows(flow: Flow, op: Op, values: Value, axis: int | None) -> None:
@@ -402,7 +402,7 @@ def _into_rows(flow: Flow, op: Op, values: Value, axis: int | None) -> None:
 
 def pick_along(flow: Flow, op: Op) -> None:
     """index_select: one axis is indexed, the others pass."""
-    source, axis = op.args[0], op.args[1] % len(op.args[0].shape)
+    source, axis = op.args[0], op.args[0].axis(op.args[1])
     kept = []
     for layer in flow.layers(source):
         if axis in support(layer):

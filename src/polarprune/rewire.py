@@ -46,7 +46,9 @@ def rewiring(path: str, graph: Graph, alive: Tensor) -> dict[str, Any] | None:
         sight.widths = _widths(emission.graphs[mode], sight)
         for node in list(emission.graphs[mode].nodes):
             handler = _HANDLERS.get(node.target) if node.op.startswith("call_") else None
-            changed |= handler(node, sight) if handler and sight.values(node) else False
+            if handler and sight.values(node):
+                _by_position(node)
+                changed |= handler(node, sight)
         changed |= _keep_scales(emission.graphs[mode], sight)
     if len(graph.tapes) == 1:  # train mode did not run on the example
         emission.graphs["train"] = emission.graphs["eval"]
@@ -66,6 +68,10 @@ class _Sight:
     def number(self, node: fx.Node) -> Any:
         return self.tape.numbers.get((self.path, node.name))
 
+    def given(self, item: Any) -> Any:
+        """A number, whether the code has it as such or computes it; None if a node gives none."""
+        return self.number(item) if isinstance(item, fx.Node) else item
+
     def kept(self, value: Value, axis: int) -> Tensor | None:
         return self.graph.kept(value, axis, self.alive)
 
@@ -81,9 +87,12 @@ class _Sight:
 
 
 def _pad(node: fx.Node, sight: _Sight) -> bool:
-    (out,) = sight.values(node)
-    given = list(_argument(node, 1, "pad"))
-    amounts = [sight.number(n) if isinstance(n, fx.Node) else n for n in given]
+    (out,), given = sight.values(node), _argument(node, 1, "pad")
+    if isinstance(given, fx.Node):
+        return False  # read from a tensor
+    amounts = [sight.given(item) for item in given]
+    if None in amounts:
+        return False
     counted = padding(sight.graph, sight.alive, out, amounts)
     new = [a if x == y else y for a, x, y in zip(given, amounts, counted, strict=True)]
     rest = {key: value for key, value in node.kwargs.items() if key != "pad"}
@@ -107,7 +116,9 @@ def _shape(node: fx.Node, sight: _Sight) -> bool:
     """Sizes that are written as numbers, or computed by a rule that no longer holds."""
     (out,) = sight.values(node)
     lead = 0 if node.target in _FILLINGS else 1
-    first = _argument(node, lead, "size" if lead == 0 or "new" in str(node.target) else "shape", ())
+    first = _argument(node, lead, "size", node.kwargs.get("shape", ()))
+    if isinstance(first, fx.Node) and sight.number(first) is None:
+        return False  # a shape that is read from a tensor
     shape = list(first) if isinstance(first, (tuple, list)) else list(node.args[lead:])
     more = [] if shape == list(node.args[lead:]) else node.args[lead + 1 :]
     axes = [
@@ -125,9 +136,10 @@ def _shape(node: fx.Node, sight: _Sight) -> bool:
 
 
 def _unflatten(node: fx.Node, sight: _Sight) -> bool:
-    (out,) = sight.values(node)
-    sizes = list(_argument(node, 2, "sizes"))
-    start = _argument(node, 1, "dim") % (len(out.shape) - len(sizes) + 1)
+    (out,), sizes = sight.values(node), _argument(node, 2, "sizes")
+    if isinstance(sizes, fx.Node):
+        return False  # read from a tensor
+    start = sight.given(_argument(node, 1, "dim")) % (len(out.shape) - len(sizes) + 1)
     axes = [start + k for k in range(len(sizes))]
     new = [sight.size(out, axis) if sight.changed(out, axis) else size
            for axis, size in zip(axes, sizes, strict=True)]  # fmt: skip
@@ -137,7 +149,7 @@ def _unflatten(node: fx.Node, sight: _Sight) -> bool:
 
 def _split(node: fx.Node, sight: _Sight) -> bool:
     pieces = sight.values(node)
-    axis = _argument(node, 2, "dim", 0) % len(pieces[0].shape)
+    axis = pieces[0].axis(sight.given(_argument(node, 2, "dim", 0)))
     if not any(sight.changed(piece, axis) for piece in pieces):
         return False
     sizes = [sight.size(piece, axis) for piece in pieces]
@@ -148,11 +160,11 @@ def _split(node: fx.Node, sight: _Sight) -> bool:
 
 def _narrow(node: fx.Node, sight: _Sight) -> bool:
     (out,), source = sight.values(node), sight.values(node.args[0])[0]
-    axis = _argument(node, 1, "dim") % len(out.shape)
+    axis = out.axis(sight.given(_argument(node, 1, "dim")))
     kept = sight.kept(source, axis)
-    if kept is None or bool(kept.all()):
-        return False
     start, length = _argument(node, 2, "start"), _argument(node, 3, "length")
+    if kept is None or bool(kept.all()) or sight.given(start) is None:  # (a tensor may say where)
+        return False
     low, high = _bounds(sight, source, axis, kept, (start, start, length))
     node.args, node.kwargs = (node.args[0], axis, low, high - low), {}
     return True
@@ -191,7 +203,7 @@ def _bounds(
     given: tuple[Any, Any, Any],
 ) -> tuple[int, int]:
     """Where a slice of `source` starts and stops among the kept channels."""
-    start, stop, length = (sight.number(n) if isinstance(n, fx.Node) else n for n in given)
+    start, stop, length = map(sight.given, given)
     start, stop, _ = slice(start, stop if length is None else start + length).indices(
         source.shape[axis]
     )
@@ -242,6 +254,13 @@ _TARGETS: dict[Handler, tuple[Any, ...]] = {
               F.interpolate, F.upsample),
 }  # fmt: skip
 _HANDLERS = {target: handler for handler, targets in _TARGETS.items() for target in targets}
+
+
+def _by_position(node: fx.Node) -> None:
+    """`torch.narrow(input=x, …)` as `torch.narrow(x, …)`."""
+    if not node.args and "input" in node.kwargs:
+        node.args = (node.kwargs["input"],)
+        node.kwargs = {key: value for key, value in node.kwargs.items() if key != "input"}
 
 
 def _argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
@@ -357,11 +376,11 @@ def _reads_width(node: fx.Node, sight: _Sight) -> bool:
 def _read_by(node: Any, sight: _Sight) -> tuple[Value, int] | None:
     """The tensor and the axis, where a node reads a size."""
     if node.target == "size" and len(node.args) == 2:
-        values, axis = sight.values(node.args[0]), node.args[1]
+        values, axis = sight.values(node.args[0]), sight.given(node.args[1])
         axes = list(range(len(values[0].shape))) if values else []
     elif node.target is operator.getitem:
         values, axes = _shape_of(node.args[0], sight)
-        axis = node.args[1]
+        axis = sight.given(node.args[1]) if values else None
     else:
         return None
     return (values[0], axes[axis]) if values and isinstance(axis, int) else None

@@ -1,19 +1,23 @@
-"""What a Pruner is asked for and given, checked before anything is changed."""
+"""What users ask for and give, checked before anything is changed."""
 
 from __future__ import annotations
 
 import math
+import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .errors import PruneError
+from .flow import Flow, Rule
 from .groups import Graph
 from .schedule import Schedule
+from .tape import Op
 
 
 def check_settings(
@@ -27,9 +31,7 @@ def check_settings(
 ) -> dict[str, float]:
     if not isinstance(schedule, Schedule):
         raise PruneError(f"schedule={schedule!r}: give a polarprune.Schedule(...).")
-    names = [keep] if isinstance(keep, str) else keep
-    if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
-        raise PruneError(f"keep={keep!r}: give names of modules, as keep=['head', 'layer4.*'].")
+    keep_patterns(keep)
     if compact not in (None, "auto"):
         raise PruneError(f'compact={compact!r}: give "auto", or call pruner.compact() yourself.')
     limits = {key: value for key, value in wanted.items() if value is not None}
@@ -53,6 +55,63 @@ def check_settings(
     if not _whole(multiple_of):
         raise PruneError(f"multiple_of={multiple_of!r}: must be a positive whole number.")
     return {key: float(value) for key, value in limits.items()}
+
+
+def keep_patterns(keep: Any) -> tuple[str, ...]:
+    names = (keep,) if isinstance(keep, str) else keep
+    names = tuple(names) if isinstance(names, Iterable) else (names,)
+    if not all(isinstance(name, str) for name in names):
+        given = ", ".join(type(name).__name__ for name in names)
+        raise PruneError(
+            f"keep: {given} given; give names of modules, as keep=['head', 'layer4.*'] "
+            f"(model.named_modules() lists them)."
+        )
+    return names
+
+
+def checked_rules(rules: Any) -> dict[Any, Rule]:
+    """Rules of the user's own; what one of them raises is said to come from it."""
+    if rules is None:
+        return {}
+    if not isinstance(rules, Mapping):
+        raise PruneError(f"rules={rules!r}: give a dict, as rules={{torch.ops.my.swish: rule}}.")
+    for operation, rule in rules.items():
+        if not isinstance(operation, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+            raise PruneError(f"rules: {operation!r} is no operation; give torch.ops.my.swish.")
+        if not callable(rule):
+            raise PruneError(f"rules: {rule!r} is no rule for {operation}; give a function of "
+                             f"(flow, op), as docs/rules.md says.")  # fmt: skip
+    return {operation: _guarded(rule) for operation, rule in rules.items()}
+
+
+def _guarded(rule: Rule) -> Rule:
+    def guarded(flow: Flow, op: Op) -> None:
+        try:
+            rule(flow, op)
+        except PruneError:
+            raise
+        except Exception as error:
+            raise PruneError(
+                f"rules: the rule for {op.func} fails in {op.where}: {error!r}. Correct the rule, "
+                f"or leave it out: the channels are then frozen."
+            ) from error
+
+    return guarded
+
+
+def check_graph(where: str, model: Any, graph: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise PruneError(f"{where}: the model is a {type(model).__name__}; give a torch.nn.Module.")
+    if not isinstance(graph, Graph):
+        raise PruneError(
+            f"{where}: the graph is a {type(graph).__name__}; give what "
+            f"polarprune.trace(model, example) returned."
+        )
+
+
+def check_path(where: str, path: Any) -> None:
+    if not isinstance(path, (str, os.PathLike)) or not str(path):
+        raise PruneError(f"{where}: path={path!r}; give the name of a file.")
 
 
 def _whole(number: Any) -> bool:

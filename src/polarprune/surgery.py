@@ -25,6 +25,7 @@ from .inline import all_baked, expose
 from .leftovers import Constant, Hollow
 from .norms import Fixed, unweigh, weigh, weight_of
 from .rewire import rewiring
+from .settings import check_graph
 from .tape import copied, named_tensors
 
 RECIPE = "polarprune_recipe"
@@ -60,6 +61,7 @@ def shrink(model: nn.Module, graph: Graph, plan: Plan) -> nn.Module:
     `plan` maps group names to the indices of the channels to keep; any method can make it.
     Groups that it does not name stay whole.
     """
+    check_graph("shrink", model, graph)
     alive = graph.alive(plan)
     for name, group in graph.open.items():
         left = int(alive[group.offset : group.offset + group.size].sum())

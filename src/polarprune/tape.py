@@ -42,6 +42,10 @@ class Value:
     def root(self) -> Value:
         return self.base or self
 
+    def axis(self, given: int) -> int:
+        """An axis counted from the front. torch takes 0 and -1 for tensors without axes, too."""
+        return given % max(len(self.shape), 1)
+
 
 @dataclass(eq=False)
 class Op:

@@ -28,6 +28,7 @@ from .groups import WHOLE, Graph, Place, Plan
 from .inline import all_baked, find
 from .look import Look
 from .rules import RULES
+from .settings import checked_rules, keep_patterns
 from .tape import (
     Example,
     Op,
@@ -66,13 +67,15 @@ def survey(
     numbers: bool = False,
 ) -> Graph:
     """`trace`; with `numbers`, outputs of trial cuts are compared too, before training starts."""
+    patterns, own = keep_patterns(keep), checked_rules(rules)
+    if not isinstance(norms, bool):
+        raise PruneError(f"norms={norms!r}: give True or False.")
     check_model(model)
     check_example(model, example)
     inline, hooks = find(model, example), by_hooks(model)
     names = computed(model) + [f"{path}.{one.leaf}" for path, one in inline.items()]
     model = all_baked(model, inline)
-    patterns = (keep,) if isinstance(keep, str) else tuple(keep)
-    look = Look(model, example, patterns, {**RULES, **(rules or {})}, norms)
+    look = Look(model, example, patterns, {**RULES, **own}, norms)
     with remembering(), _few_collections():
         graph = _prove(look, numbers)
         closable = [name for name, group in graph.open.items() if not group.minimum]

@@ -1,0 +1,163 @@
+"""What used to crash: unusual arguments, in the model's code and in calls of the library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import polarprune as pp
+from conftest import cut_error
+
+# --- dim arguments on tensors without axes --------------------------------------------------------
+
+NAMED = (
+    "sum mean var std prod any all amax amin max min argmax argmin median nanmedian mode cumsum "
+    "cumprod cummax cummin logcumsumexp logsumexp softmax log_softmax sort argsort nansum"
+)
+SCALARS: dict[str, Callable[[Tensor], Any]] = {
+    name: lambda t, name=name: getattr(torch, name)(t, 0) for name in NAMED.split()
+} | {
+    "last axis": lambda t: t.sum(-1),
+    "norm": lambda t: torch.norm(t, dim=0),
+    "topk": lambda t: t.topk(1, 0),
+    "kthvalue": lambda t: t.kthvalue(1, 0),
+    "index_select": lambda t: t.index_select(0, torch.tensor([0])),
+    "gather": lambda t: t.gather(0, torch.tensor(0)),
+    "index_add": lambda t: t.index_add(0, torch.tensor(0), t),
+    "unfold": lambda t: t.unfold(0, 1, 1),
+    "flip": lambda t: t.flip(0),
+    "squeeze": lambda t: t.squeeze(0),
+    "transpose": lambda t: t.transpose(0, -1),
+    "normalize": lambda t: F.normalize(t, dim=0),
+}
+
+
+class Scaled(nn.Module):
+    """A scalar is computed beside the layers."""
+
+    def __init__(self, compute: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 8), nn.Linear(8, 3)
+        self.scale, self.compute = nn.Parameter(torch.tensor(1.5)), compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.compute(self.scale * 2)
+        found = found if isinstance(found, Tensor) else found[0]
+        return self.last(self.first(x).relu()) + found.to(x.dtype)
+
+
+@pytest.mark.parametrize("name", SCALARS)
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
+def test_dim_arguments_on_a_tensor_without_axes_are_followed(name: str) -> None:
+    net, x = Scaled(SCALARS[name]).double().eval(), torch.randn(2, 5).double()
+    graph = pp.trace(net, x)
+    assert graph.open["first"].size == 8
+    if name not in ("var", "std"):  # NaN, of one element
+        assert cut_error(net, graph, (x,)) < 1e-10
+
+
+# --- re-emitted code whose arguments are computed -------------------------------------------------
+
+
+class Reordered(nn.Module):
+    """Code that counts channels, so that it is re-emitted; then `reform`."""
+
+    def __init__(self, reform: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.reform = nn.Linear(5, 24), nn.Linear(24, 3), reform
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = self.first(x).relu().split((10, 14), 1)
+        return self.last(self.reform(torch.cat([two, one], 1)).flatten(1))
+
+
+REFORMS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {  # and how many units are prunable
+    "unflatten, a shape": (6, lambda h: h.unflatten(1, h.view(h.shape[0], 4, -1).shape[1:])),
+    "unflatten, a size": (6, lambda h: h.unflatten(1, sizes=h.view(h.shape[0], 4, -1).size()[1:])),
+    "unflatten, sizes": (6, lambda h: h.unflatten(1, (4, h.shape[1] // 4))),
+    "unflatten, dim": (6, lambda h: h.unflatten(h.dim() - 1, (4, 6))),
+    "torch.unflatten": (6, lambda h: torch.unflatten(input=h, dim=1, sizes=(4, 6))),
+    "view, a shape": (6, lambda h: h.view(h.view(h.shape[0], 4, -1).shape)),
+    "view, by name": (24, lambda h: h.view(size=(h.shape[0], 24))),
+    "reshape, by name": (24, lambda h: h.reshape(shape=(h.shape[0], 24))),
+    "expand, a shape": (24, lambda h: h.expand(h.shape)),
+    "new_full, a shape": (24, lambda h: h.new_full(h.shape, 1.5) * h),
+    "full, a shape": (24, lambda h: torch.full(h.shape, 1.5).to(h) * h),
+    "new_zeros, a shape": (24, lambda h: h.new_zeros(h.shape) + h),
+    "split, dim": (24, lambda h: torch.cat(h.split([10, 14], h.dim() - 1), 1)),
+    "split, sizes": (24, lambda h: torch.cat(h.split([h.shape[1] // 3, 16], 1), 1)),
+    "narrow, dim": (24, lambda h: torch.cat([h.narrow(h.dim() - 1, k, 12) for k in (0, 12)], 1)),
+    "narrow, by name": (24, lambda h: torch.narrow(input=h, dim=1, start=0, length=24)),
+    "pad, a shape": (24, lambda h: F.pad(h, h.new_zeros(0, 3).shape)[:, :24]),
+    "slice, computed": (24, lambda h: torch.cat([h[:, : h.shape[1] // 2], h[:, 12:]], 1)),
+    "size, dim": (24, lambda h: h * h.size(h.dim() - 1) ** -0.5),
+    "shape, dim": (24, lambda h: h * h.shape[h.dim() - 1] ** -0.5),
+    "pool, by name": (24, lambda h: F.max_pool1d(input=h[..., None], kernel_size=1)),
+    "norm, a shape": (0, lambda h: F.layer_norm(h, h.shape[1:])),
+    "start, a tensor": (0, lambda h: torch.narrow(h, 1, torch.tensor(0), 24)),
+    "sizes, fixed": (0, lambda h: h.unflatten(1, h.new_zeros(4, 6).shape)),
+}
+
+
+@pytest.mark.parametrize("name", REFORMS)
+def test_re_emitted_code_may_compute_any_argument(name: str) -> None:
+    prunable, reform = REFORMS[name]
+    net, x = Reordered(reform).double().eval(), torch.randn(2, 5).double()
+    graph = pp.trace(net, x)
+    assert sum(group.size for group in graph.open.values()) == prunable
+    assert prunable or graph.groups["first"].reason
+    assert cut_error(net, graph, (x,), (torch.randn(3, 5).double(),)) < 1e-10
+
+
+# --- wrong calls ----------------------------------------------------------------------------------
+
+
+def failing(flow: Any, op: Any) -> None:
+    raise KeyError("a rule that fails")
+
+
+def small() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+X = torch.zeros(2, 3)
+CALLS: dict[str, tuple[Callable[[nn.Sequential], Any], str]] = {
+    "keep: a module": (lambda net: pp.trace(net, X, keep=[net[0]]), "keep: Linear given"),
+    "keep: None": (lambda net: pp.trace(net, X, keep=None), "keep: NoneType given"),
+    "keep: a number": (lambda net: pp.trace(net, X, keep=3), "keep: int given"),
+    "rules: a number": (lambda net: pp.trace(net, X, rules=3), "rules=3: give a dict"),
+    "rules: a name": (lambda net: pp.trace(net, X, rules={"relu": failing}), "is no operation"),
+    "rules: no function": (
+        lambda net: pp.trace(net, X, rules={torch.ops.aten.relu: 3}),
+        "3 is no rule for aten.relu",
+    ),
+    "rules: one fails": (
+        lambda net: pp.trace(net, X, rules={torch.ops.aten.relu: failing}),
+        "the rule for aten.relu.default fails in 1 .*KeyError",
+    ),
+    "rules: one fails, Pruner": (
+        lambda net: pp.Pruner(net, X, macs=0.5, steps=9, rules={torch.ops.aten.relu: failing}),
+        "the rule for aten.relu.default fails in 1 .*KeyError",
+    ),
+    "norms: a word": (lambda net: pp.trace(net, X, norms="yes"), "norms='yes'"),
+    "load: None": (lambda net: pp.load(None, model=net), "load: path=None"),
+    "load: a number": (lambda net: pp.load(3, model=net), "load: path=3"),
+    "save: None": (lambda net: pp.save(net, None), "save: path=None"),
+    "shrink: no model": (lambda net: pp.shrink(None, pp.trace(net, X), {}), "model is a NoneType"),
+    "shrink: no graph": (lambda net: pp.shrink(net, None, {}), "graph is a NoneType"),
+    "shrink: no plan": (lambda net: pp.shrink(net, pp.trace(net, X), None), "plan: NoneType"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_wrong_call_is_one_prune_error(name: str) -> None:
+    call, said = CALLS[name]
+    net = small()
+    with pytest.raises(pp.PruneError, match=said):
+        call(net)
+    assert net(X).shape == (2, 2) and not any(module._forward_hooks for module in net.modules())
