@@ -18,11 +18,11 @@ PACKAGE = Path(polarprune.__file__).parent
 # fmt: off
 ORDER = [
     "errors", "standins", "tape", "recorder", "computed", "labels", "flow", "moves", "merges",
-    "rules", "emit", "capture", "inline", "groups", "schedule", "settings", "forming", "spine",
-    "cost", "rewire", "blocks", "norms", "attention", "leftovers", "surgery", "proof", "trial",
-    "look", "trace", "gates", "bank", "place", "compact", "prox", "stepper", "budget", "controller",
-    "bench", "latency", "controls", "html", "report", "pictures", "pruner", "checkpoint", "demo",
-    "deploy", "console", "experiments", "cli",
+    "contractions", "rules", "emit", "capture", "inline", "groups", "schedule", "settings",
+    "forming", "spine", "cost", "rewire", "blocks", "norms", "attention", "leftovers", "surgery",
+    "proof", "trial", "look", "trace", "gates", "bank", "place", "compact", "prox", "stepper",
+    "budget", "controller", "bench", "latency", "controls", "html", "report", "pictures", "pruner",
+    "checkpoint", "demo", "deploy", "console", "experiments", "cli",
 ]
 EXPERIMENTS = [
     "recipes", "processes", "task", "data", "voc", "imagenet", "style", "deeplab", "networks",

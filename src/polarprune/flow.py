@@ -37,6 +37,22 @@ class Contraction:
 
 
 @dataclass(eq=False)
+class Choice:
+    """A weight reads channels that vary along the axis it contracts and along others.
+
+    `view(batch, rows, columns)` leaves such channels, and so does a pixel shuffle. Either the same
+    columns of every row go, with the inputs of the weight, or whole rows, which then go on as
+    `passed`. What leaves more is known when all operations have been seen.
+    """
+
+    contraction: Contraction
+    layer: Tensor
+    axis: int  # the one that is contracted
+    inner: Tensor  # of the weight
+    passed: Tensor
+
+
+@dataclass(eq=False)
 class Statistic:
     """An operation that takes a mean over channels, which gates can weight."""
 
@@ -52,6 +68,7 @@ class Flow:
     rules: Mapping[Any, Rule]
     default: Rule
     contractions: list[Contraction] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
     looked_up: list[Tensor] = field(default_factory=list)  # channels that embeddings make
     # numbers that count channels: where, of which layer, along which axis
     baked: list[tuple[Op, Tensor, int]] = field(default_factory=list)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .flow import Contraction, Flow, Statistic
+from .flow import Choice, Contraction, Flow, Statistic
 from .groups import WHOLE, Graph, Group, module_of, varies
 from .labels import Axis, Labels, support
 from .tape import Tape
@@ -26,9 +26,47 @@ def follow(tapes: Sequence[Tape], flow: Flow, keep: Iterable[tuple[str, str]]) -
             if axis.tensor == tensor:
                 labels = torch.arange(axis.start, axis.start + axis.size)
                 flow.labels.freeze(labels, f"kept whole by keep={pattern!r}")
+    _choose(flow)
     _decide(flow)
     _make_rectangular(flow)
     _limit(flow)
+
+
+def _choose(flow: Flow) -> None:
+    """Columns or rows, where a weight reads channels in blocks: what leaves more."""
+    for choice in flow.choices:
+        columns, rows = _left(flow, choice, columns=True), _left(flow, choice, columns=False)
+        where = choice.contraction.op.where
+        if columns >= rows:
+            vector = flow.labels.flatten_onto(choice.layer, (choice.axis,)).flatten()
+            flow.labels.join(vector, choice.inner)
+            flow.labels.freeze(choice.passed, f"rows of which only columns go in {where}")
+        else:
+            flow.labels.join(choice.layer, choice.passed)
+            choice.contraction.sites.clear()
+            flow.labels.freeze(choice.inner, f"reads a part of every head in {where}")
+
+
+def _left(flow: Flow, choice: Choice, *, columns: bool) -> int:
+    """How many units could be pruned after this choice: not frozen, and read by some layer."""
+    root = flow.labels.roots()
+    frozen = flow.labels.reasons(root)[0] >= 0
+    trial, units = Labels(), root[choice.layer]
+    trial.fresh(flow.labels.count)
+    if columns:
+        vector = trial.flatten_onto(units, (choice.axis,)).flatten()
+        trial.join(vector, root[choice.inner])
+    else:
+        trial.join(units, root[choice.passed])
+    for wide, narrow in flow.pending:  # what else will be joined, most likely
+        if any(varies(root[wide], axis) for axis in support(narrow)):
+            trial.join(root[wide], root[narrow])
+    new = trial.roots()[root]
+    good = torch.zeros_like(frozen)
+    read = [choice.inner] if columns else [s for x in flow.contractions for s in x.sites]
+    good[new[torch.cat(read)]] = True
+    good[new[frozen.nonzero().flatten()]] = False
+    return int(good[new[choice.layer].unique()].sum())
 
 
 def _decide(flow: Flow) -> None:

@@ -10,17 +10,14 @@ from typing import Any
 
 import torch
 
+from .contractions import attention, convolution, matmul, matvec
 from .flow import Flow, Rule
 from .labels import support
 from .merges import (
-    attention,
     channel_norm,
-    convolution,
     glu,
     group_norm,
     layer_norm,
-    matmul,
-    matvec,
     patches,
     reduction,
     unpool,

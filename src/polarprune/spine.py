@@ -88,7 +88,8 @@ class _Options:
         layers = self.graph.values.get(value, [])
         if len(layers) == 1:
             return self._of(layers[0])
-        return list(dict.fromkeys(name for layer in layers for name in self._of(layer))) or [""]
+        found = [names for names in map(self._of, layers) if names != [""]]  # others carry nothing
+        return list(dict.fromkeys(name for names in found for name in names)) or [""]
 
     def _of(self, layer: Tensor) -> list[str]:
         if id(layer) not in self.known:

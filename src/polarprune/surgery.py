@@ -26,7 +26,7 @@ from .leftovers import Constant, Hollow
 from .norms import Fixed, unweigh, weigh, weight_of
 from .rewire import rewiring
 from .settings import check_graph
-from .tape import copied, named_tensors
+from .tape import Op, copied, named_tensors
 
 RECIPE = "polarprune_recipe"
 OTHER_MODEL = (
@@ -101,9 +101,13 @@ def write_recipe(model: nn.Module, graph: Graph, plan: Plan) -> Recipe:
             recipe.hollow.append(path)
         elif isinstance(module, (nn.GroupNorm, instancenorm._InstanceNorm)) and not module.affine:
             _describe_bare_norm(path, module, _incoming(path, graph, alive), recipe)
-        elif path in graph.weights and _normalises_one_axis(module):
-            width = int(stays(graph.weights[path], alive).sum())
-            recipe.attributes.setdefault(path, {})["normalized_shape"] = [width]
+        elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and path in graph.weights:
+            shape = _normalised(module, graph.ops_in(path), graph, alive)
+            recipe.attributes.setdefault(path, {})["normalized_shape"] = shape
+        elif isinstance(module, nn.Unflatten):
+            shape = _unflattened(path, module, graph, alive)
+            if shape:
+                recipe.attributes[path] = {"unflattened_size": shape}
     for path, one in graph.inline.items():
         recipe.unread += [f"{path}.{name}" for name in one.unread]
         if path not in recipe.constants:
@@ -171,8 +175,25 @@ def _describe(path: str, module: nn.Module, recipe: Recipe, first: dict[str, str
         del recipe.attributes[path]
 
 
-def _normalises_one_axis(module: nn.Module) -> bool:
-    return isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and len(module.normalized_shape) == 1
+def _normalised(
+    module: nn.LayerNorm | nn.RMSNorm, ops: list[Op], graph: Graph, alive: Tensor
+) -> list[int]:
+    """The shape that is normalised, as wide as what the module is still given."""
+    source = ops[0].inputs()[0]
+    shape = graph.shape(source, alive) or source.shape
+    return list(shape[len(shape) - len(module.normalized_shape) :])
+
+
+def _unflattened(path: str, module: nn.Unflatten, graph: Graph, alive: Tensor) -> list[int]:
+    """The sizes that are left; empty if none of them changes."""
+    out = graph.ops_in(path)[-1].outs[0] if graph.ops_in(path) else None
+    shape = graph.shape(out, alive) if out is not None else None
+    if out is None or shape is None or shape == out.shape:
+        return []
+    given = tuple(module.unflattened_size)
+    start = module.dim % (len(shape) - len(given) + 1)
+    left = shape[start : start + len(given)]
+    return [-1 if old == -1 else new for old, new in zip(given, left, strict=True)]
 
 
 def _kept_rows(path: str, module: nn.MultiheadAttention, recipe: Recipe) -> list[int]:
