@@ -90,13 +90,25 @@ class Flow:
             # What comes of the others is not looked at: they have to run, that is all.
             self.labels.binding = op in matter
             (rule or self.default)(self, op)
+            if op.seeded:
+                self._fix(op)
             if op.func._schema.is_mutable and torch.Tag.inplace_view not in op.func.tags:
                 self._written(op)
         self.labels.binding = True
         for value in tape.outputs:
             self.freeze(value, "part of the model's output")
+        for value in tape.stored:
+            self.freeze(value, "stored by the model's code but not returned, so not compared")
         for value in tape.told:
             self.freeze(value, "its values decide what the model's code does")
+
+    def _fix(self, op: Op) -> None:
+        """Numbers that are drawn from a seeded generator are a fixed vector, not noise."""
+        written = op.func._schema.is_mutable and op.inputs()[:1]
+        for value in (*op.inputs(), *op.outs):
+            self.freeze(value, f"numbers are drawn with a fixed seed in {op.where}")
+        drawn = {value.root for value in (*op.outs, *(written or ()))}
+        self._uniform -= {value for value in self._uniform if value.root in drawn}
 
     def _written(self, op: Op) -> None:
         """Zeros of which a part is overwritten with ones are not alike along every axis."""

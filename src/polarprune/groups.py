@@ -112,12 +112,20 @@ class Graph:
         return alive
 
     def settle(self, alive: Tensor) -> Tensor:
-        """Without the units that are read only by layers of which nothing is left."""
+        """Without the units that are read only by layers of which nothing is left.
+
+        No group falls below its minimum, if it was not below it before.
+        """
         (makers, made), (readers, read), open_ended = self._wires
+        needed = torch.zeros_like(alive)
+        for group in self.open.values():
+            if group.minimum:
+                left = alive[group.offset : group.offset + group.size].nonzero().flatten()
+                needed[group.offset + left[: group.minimum]] = True
         while True:
             busy = open_ended.clone()
             busy[makers[stays(made, alive)]] = True
-            useful = torch.zeros_like(alive)
+            useful = needed.clone()
             useful[read[busy[readers]]] = True
             if bool((useful | ~alive).all()):
                 return alive

@@ -122,6 +122,7 @@ def cut(flow: Flow, op: Op) -> None:
     for layer in flow.layers(source):
         if axis in support(layer) and op.outs[0].shape[axis] != source.shape[axis]:
             flow.baked.append((op, layer, axis))
+            _freeze_repeated(flow, op, layer, axis)
             if op.name == "slice" and len(op.args) > 4 and op.args[4] != 1:
                 rest = tuple(other for other in support(layer) if other != axis)
                 if rest:  # places within a head: whole heads go
@@ -130,6 +131,25 @@ def cut(flow: Flow, op: Op) -> None:
                     why = f"one of every {op.args[4]} channels is taken in {op.where}"
                     flow.labels.freeze(layer, why)
     movement(flow, op)
+
+
+def select(flow: Flow, op: Op) -> None:
+    """One place of an axis, by a number that counts channels."""
+    source = op.args[0]
+    axis = op.args[1] % len(source.shape)
+    for layer in flow.layers(source):
+        if axis in support(layer):
+            flow.baked.append((op, layer, axis))
+            _freeze_repeated(flow, op, layer, axis)
+    movement(flow, op)
+
+
+def _freeze_repeated(flow: Flow, op: Op, layer: Tensor, axis: int) -> None:
+    """Where a channel takes up several places (a picture was flattened), numbers that count places
+    mean other channels for other pictures."""
+    if support(layer) == (axis,) and len(layer.unique()) < layer.shape[axis]:
+        why = f"places of flattened channels are picked by number in {op.where}"
+        flow.labels.freeze(layer, why)
 
 
 def expand(flow: Flow, op: Op) -> None:

@@ -58,6 +58,9 @@ class _Recorder(TorchDispatchMode):
         self.real = {*self.tape.inputs, *(value for value in named if value.whole)}
         self.made: set[Value] = set()  # in this run; all others are the model's or the user's
         self.before: list[tuple[Tensor, Tensor]] = []  # what was in those, if they are written to
+        self.seeds: tuple[int, ...] = ()  # of the default generators, as the run begins
+        attention = nn.MultiheadAttention
+        self.tape.excused = {k for k, m in model.named_modules() if type(m) is attention}
 
     def _know(self, tensor: Tensor, value: Value) -> Value:
         self.known[id(tensor)] = weakref.ref(tensor), value
@@ -111,6 +114,7 @@ class _Recorder(TorchDispatchMode):
             for value in outs:  # ATen's views are all of their first argument
                 value.base = value.base or named_args[0].base or named_args[0]
         op = Op(func, named_args, named_kwargs, outs, self.stack[-1] if self.stack else "")
+        op.seeded = _draws(func) and (kwargs.get("generator") is not None or _seeds() != self.seeds)
         if not self.brief:
             op.line = _user_line()
             op.macs = _macs(func, args, kwargs, out) if self.counts else 0
@@ -130,6 +134,16 @@ class _Recorder(TorchDispatchMode):
                     self.before.append((tensor, _copied(tensor)))
                     if value is None or not (value.root.name or value.root in self.tape.inputs):
                         self.tape.looked = True  # who knows what else lies there (x.data)
+
+    def finish(self, out: Any) -> None:
+        """Note what was returned, and what the model's code stores without returning it."""
+        self.tape.outputs = self.values(out)
+        alive = {value for reference, value in self.known.values() if reference() is not None}
+        self.tape.stored = [
+            value
+            for value in dict.fromkeys(self.tape.unread())
+            if value in alive and not (value.root.name or value.root in self.tape.inputs)
+        ]
 
     def _judge(self, op: Op, stood_in: bool) -> None:
         """Integers decide what is computed (indices, lengths, choices): none may be made up."""
@@ -219,6 +233,20 @@ def _copied(tensor: Tensor) -> Tensor:
         return tensor.detach().clone()
 
 
+_SEED = 0x5EED_0F_A_7ACE  # no code of a model's will choose the same
+
+
+def _seeds() -> tuple[int, ...]:
+    """Of the default generators: another one means that the model's code has set it."""
+    gpu = (torch.cuda.initial_seed(),) if torch.cuda.is_initialized() else ()
+    return (torch.initial_seed(), *gpu)
+
+
+@cache
+def _draws(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
 @cache
 def _gives_views(func: Any) -> bool:
     return any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
@@ -300,7 +328,9 @@ def attempt(
         handles.append(module.register_forward_hook(_leave(recorder), always_call=True))
     try:
         with untouched(model, training), opened(model), recorder, _Watch(recorder):
-            recorder.tape.outputs = recorder.values(tensors_in(model(*args, **kwargs)))
+            torch.default_generator.manual_seed(_SEED)
+            recorder.seeds = _seeds()
+            recorder.finish(tensors_in(model(*args, **kwargs)))
     except Exception as error:
         failed = error
     finally:

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from .emit import Emission, decode, encode, expect, no_channel, one_channel
-from .groups import Graph
+from .groups import Graph, stays
 from .tape import Mark, Tape, Value
 
 
@@ -40,19 +40,31 @@ def shim(module: nn.Module, mark: Mark, emission: Emission) -> Callable[..., Any
 def rewiring(path: str, graph: Graph, alive: Tensor) -> dict[str, Any] | None:
     """The module's graphs with the numbers that these live units need, as plain data."""
     emission = decode(encode(graph.rewired[path]))
-    changed = False
+    changed = _is_cut(path, graph, alive)
     for mode, tape in zip(("eval", "train"), graph.tapes, strict=False):
         sight = _Sight(graph, path, alive, tape)
         sight.widths = _widths(emission.graphs[mode], sight)
         for node in list(emission.graphs[mode].nodes):
             handler = _HANDLERS.get(node.target) if node.op.startswith("call_") else None
-            if handler and sight.values(node):
+            if handler and (sight.values(node) or node.target is operator.setitem):
                 _by_position(node)
                 changed |= handler(node, sight)
         changed |= _keep_scales(emission.graphs[mode], sight)
     if len(graph.tapes) == 1:  # train mode did not run on the example
         emission.graphs["train"] = emission.graphs["eval"]
     return encode(emission) if changed else None
+
+
+def _is_cut(path: str, graph: Graph, alive: Tensor) -> bool:
+    """True if a tensor in the module gets narrower, or a weight inside it: its code may count them
+    without giving a number to any operation."""
+    stem = f"{path}." if path else ""
+    inside = (units for name, axes in graph.axes.items() if name.startswith(stem)
+              for units in axes.values())  # fmt: skip
+    met = (units for op in graph.ops_in(path) for value in op.tensors()
+           for units in graph.values.get(value, []))  # fmt: skip
+    known = {id(units): units for units in (*inside, *met)}
+    return any(not bool(stays(units, alive).all()) for units in known.values())
 
 
 class _Sight:
@@ -171,28 +183,48 @@ def _narrow(node: fx.Node, sight: _Sight) -> bool:
 
 
 def _getitem(node: fx.Node, sight: _Sight) -> bool:
+    """`x[:, 1]`, `x[:, 2:]`, and writes into these: indices count the channels that are left."""
     if not isinstance(node.args[0], fx.Node):
         return False
     source, outs = sight.values(node.args[0]), sight.values(node)
     index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    if len(source) != 1 or len(outs) != 1 or any(isinstance(i, (fx.Node, list)) for i in index):
+    reads = node.target is operator.getitem
+    if len(source) != 1 or (reads and len(outs) != 1) or any(isinstance(i, list) for i in index):
         return False
     new, axis, changed = list(index), 0, False
     spare = len(source[0].shape) - sum(item is not None and item is not Ellipsis for item in index)
     for k, item in enumerate(index):
         if item is Ellipsis:
             axis += spare
-        elif item is not None and not isinstance(item, slice):
-            axis += 1
         elif item is not None:
             kept = None if item == slice(None) else sight.kept(source[0], axis)
             if kept is not None and not bool(kept.all()):
-                ends = (item.start, item.stop, None)
-                new[k] = slice(*_bounds(sight, source[0], axis, kept, ends))
-                changed = True
+                new[k] = _counted(sight, source[0], axis, kept, item)
+                changed |= new[k] is not item
             axis += 1
-    node.args = (node.args[0], tuple(new))
+    node.args = (node.args[0], tuple(new), *node.args[2:])
     return changed
+
+
+def _counted(sight: _Sight, source: Value, axis: int, kept: Tensor, item: Any) -> Any:
+    """An index or a slice along an axis, in the channels that are left of it."""
+    if isinstance(item, slice):
+        return slice(*_bounds(sight, source, axis, kept, (item.start, item.stop, None)))
+    place = sight.number(item) if isinstance(item, fx.Node) else item
+    if not isinstance(place, int) or isinstance(place, bool):
+        return item  # a tensor: what it picks is frozen
+    return int(kept[: place % len(kept)].sum())
+
+
+def _select(node: fx.Node, sight: _Sight) -> bool:
+    source = sight.values(node.args[0])[0]
+    axis = _argument(node, 1, "dim") % len(source.shape)
+    kept = sight.kept(source, axis)
+    if kept is None or bool(kept.all()):
+        return False
+    place = _counted(sight, source, axis, kept, _argument(node, 2, "index"))
+    node.args, node.kwargs = (node.args[0], axis, place), {}
+    return True
 
 
 def _bounds(
@@ -242,7 +274,8 @@ Handler = Callable[[fx.Node, _Sight], bool]
 _FILLINGS = (torch.zeros, torch.ones, torch.full, torch.empty)
 _TARGETS: dict[Handler, tuple[Any, ...]] = {
     _pad: (F.pad, torch._C._nn.pad),
-    _getitem: (operator.getitem,),
+    _getitem: (operator.getitem, operator.setitem),
+    _select: ("select", torch.select),
     _shape: ("view", "reshape", "expand", "new_zeros", "new_ones", "new_full", "new_empty",
              torch.reshape, *_FILLINGS),
     _unflatten: ("unflatten", torch.unflatten),

@@ -43,6 +43,7 @@ from .moves import (
     roll,
     same,
     scatter_add,
+    select,
     shuffle,
     slide,
     split,
@@ -83,10 +84,11 @@ def _table() -> dict[Any, Rule]:
         same: "clone detach alias contiguous _to_copy lift_fresh detach_ to",
         view: "view _unsafe_view reshape flatten unflatten",
         expand: "expand",
-        movement: "permute transpose t unsqueeze squeeze select unbind pixel_shuffle "
+        movement: "permute transpose t unsqueeze squeeze unbind pixel_shuffle "
         "pixel_unshuffle repeat flip movedim swapaxes transpose_ swapaxes_ t_ squeeze_ unsqueeze_ "
         "repeat_interleave",
         cut: "slice split_with_sizes",
+        select: "select",
         roll: "roll",
         slide: "unfold",
         restride: "as_strided as_strided_",

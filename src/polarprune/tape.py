@@ -58,6 +58,7 @@ class Op:
     module: str
     line: str = "?"
     macs: int = 0
+    seeded: bool = False  # it draws from a generator that the model's code seeds
 
     @cached_property
     def name(self) -> str:
@@ -106,16 +107,20 @@ class Tape:
     broken: str | None = None  # the module in which the run failed
     computed: bool = False  # with all values, not only the shapes
     looked: bool = False  # something came of values that were made up
+    stored: list[Value] = field(default_factory=list)  # not returned, but still there after the run
+    excused: set[str] = field(default_factory=set)  # modules whose unread results may be anything
 
     @cached_property
     def ends_in(self) -> set[Value]:
         """What comes out of a run, or decides the way it takes."""
-        return {*self.outputs, *self.told}
+        return {*self.outputs, *self.told, *self.stored}
 
     @cached_property
     def needed(self) -> set[Value]:
-        """Tensors that an output depends on."""
-        return {value for op in self.that_matter for value in op.inputs()} | self.ends_in
+        """Tensors that an output depends on, and results that nobody reads."""
+        read = {value for op in self.that_matter for value in op.inputs()} | self.ends_in
+        unread = (op.outs[:1] for op in self.that_matter if read.isdisjoint(op.outs))
+        return read.union(*unread)
 
     @cached_property
     def depends_on_data(self) -> bool:
@@ -124,10 +129,20 @@ class Tape:
 
     @cached_property
     def that_matter(self) -> list[Op]:
-        """Operations that an output depends on, and those that write into something."""
-        needed, found = set(self.ends_in), []
+        """Operations that have to run rightly after a cut: all but some that torch's own layers
+        throw away, as `nn.MultiheadAttention` does with the weights of its heads."""
+        return self._leading_to(self.ends_in, lambda op: op.module not in self.excused)
+
+    def unread(self) -> Iterator[Value]:
+        """What was computed though neither an output nor the way of the run depends on it."""
+        leading = set(self._leading_to({*self.outputs, *self.told}, lambda op: False))
+        return (value for op in self.ops if op not in leading for value in op.outs)
+
+    def _leading_to(self, ends: set[Value], also: Callable[[Op], bool]) -> list[Op]:
+        """Operations that these values depend on, those that write into something, and others."""
+        needed, found = set(ends), []
         for op in reversed(self.ops):
-            if op.func._schema.is_mutable or any(out in needed for out in op.outs):
+            if also(op) or op.func._schema.is_mutable or not needed.isdisjoint(op.outs):
                 found.append(op)
                 needed.update(op.inputs())
                 needed.update(value.base for value in op.inputs() if value.base is not None)

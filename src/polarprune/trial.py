@@ -89,6 +89,8 @@ class Trial:
             found = _compare(graph, alive, before, after, _replaced(recipe))
             if found is None and after.looked and not before.computed:
                 found = Deviation("values decide what is computed", excusable=True)
+            if found is None and error is None:
+                found = _rest(before, after, _replaced(recipe))
             if error is not None and (found is None or found.excusable):
                 said = f"the cut model does not run: {_first_line(error)}"
                 hint = found.op if found else None
@@ -173,14 +175,7 @@ def _compare(
     graph: Graph, alive: Tensor, before: Tape, after: Tape, skipped: Callable[[str], bool]
 ) -> Deviation | None:
     matter = set(before.that_matter)
-    ops = [
-        [
-            (k, op)
-            for k, op in enumerate(tape.ops)
-            if op.name not in _COPIES and not skipped(op.module)
-        ]
-        for tape in (before, after)
-    ]
+    ops = [_compared(tape, skipped) for tape in (before, after)]
     index = 0
     for (index, old), (_, new) in zip(*ops, strict=False):
         if old.name.removeprefix("_unsafe_") != new.name.removeprefix("_unsafe_"):
@@ -194,6 +189,33 @@ def _compare(
     if after.outputs and shapes != [value.shape for value in after.outputs]:
         why = "the outputs have other shapes"
         return Deviation(why, None, index, excusable=before.depends_on_data)
+    return None
+
+
+def _compared(tape: Tape, skipped: Callable[[str], bool]) -> list[tuple[int, Op]]:
+    return [
+        (k, op)
+        for k, op in enumerate(tape.ops)
+        if op.name not in _COPIES and not skipped(op.module)
+    ]
+
+
+def _rest(before: Tape, after: Tape, skipped: Callable[[str], bool]) -> Deviation | None:
+    """Operations at the end of one run that the other did not perform."""
+    ops = [_compared(tape, skipped) for tape in (before, after)]
+    done = min(map(len, ops))
+    missing, added = (
+        [(index, op) for index, op in mine[done:] if op in set(tape.that_matter)]
+        for mine, tape in zip(ops, (before, after), strict=True)
+    )
+    if missing:
+        index, old = missing[0]
+        return Deviation(f"{old.name} is not computed any more", old, index, excusable=True)
+    if added:
+        _, new = added[0]
+        here = [op for op in before.ops if op.module == new.module] or before.ops
+        why = f"{new.name} is computed in addition at the end"
+        return Deviation(why, here[-1], len(before.ops), excusable=True)
     return None
 
 
@@ -244,6 +266,8 @@ def _numbers_of(op: Op) -> dict[str, Any]:
         size = op.args[0].shape[found.get("dim", 0)]
         found["start"] = slice(found.get("start"), None).indices(size)[0]
         found.pop("end", None)
+    elif op.name == "select":
+        found["index"] %= op.args[0].shape[found["dim"]]
     elif "stride" in op.name:
         found.pop("stride", None)
     if isinstance(found.get("dim"), int) and op.inputs():
@@ -281,6 +305,9 @@ def _expected(graph: Graph, alive: Tensor, op: Op, name: str, given: Any) -> Any
     source: Any = op.args[0] if op.args else None
     if op.name == "slice" and name == "start":
         kept = graph.kept(source, op.args[1] if len(op.args) > 1 else 0, alive)
+        return given if kept is None else int(kept[:given].sum())
+    if op.name == "select" and name == "index":
+        kept = graph.kept(source, op.args[1] % len(source.shape), alive)
         return given if kept is None else int(kept[:given].sum())
     if op.name == "constant_pad_nd" and name == "pad":
         return padding(graph, alive, op.outs[0], given)
