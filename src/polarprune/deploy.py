@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,11 +73,13 @@ def _program(model: nn.Module, inputs: Inputs) -> tuple[ExportedProgram, bool]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What torch writes into the log when an attempt fails is not for the user."""
+    """What torch logs when an attempt fails, and warns of in its own code, is not for the user."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logging.disable(before)
 
