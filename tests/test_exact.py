@@ -47,9 +47,9 @@ PRUNABLE = [name for name in NETS if name not in REFUSED]
 
 # How many units of a group stay, by variant.
 VARIANTS: dict[str, Callable[[Group], int]] = {
-    "half": lambda group: max(1, group.size // 2),
-    "one": lambda group: 1,
-    "closed": lambda group: max(1, group.size // 2) if group.minimum else 0,
+    "half": lambda group: max(1, group.minimum, group.size // 2),
+    "one": lambda group: max(1, group.minimum),
+    "closed": lambda group: max(group.minimum, group.size // 2) if group.minimum else 0,
     "random": lambda group: int(torch.randint(group.minimum, group.size + 1, ())),
 }
 # Norms whose channels were read by closed layers only: they stay, and get no gradient.

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import polarprune as pp
-from conftest import cut_error
+from conftest import cut_error, sgd
 
 # --- dim arguments on tensors without axes --------------------------------------------------------
 
@@ -112,6 +112,126 @@ def test_re_emitted_code_may_compute_any_argument(name: str) -> None:
     assert sum(group.size for group in graph.open.values()) == prunable
     assert prunable or graph.groups["first"].reason
     assert cut_error(net, graph, (x,), (torch.randn(3, 5).double(),)) < 1e-10
+
+
+# --- code that needs more than one channel --------------------------------------------------------
+
+SQUEEZES: dict[str, Callable[[Tensor], Tensor]] = {
+    "all": lambda h: h.squeeze(),
+    "dim": lambda h: h.squeeze(1),
+    "last": lambda h: torch.squeeze(h, -1),
+    "dims": lambda h: h.squeeze((0, 1)),
+    "in place": lambda h: h.clone().squeeze_(),
+    "after a pool": lambda h: F.adaptive_avg_pool1d(h[..., None], 1).squeeze(),
+}
+
+
+class Between(nn.Module):
+    """Something between two layers."""
+
+    def __init__(self, body: Callable[[Tensor], Any], width: int = 4) -> None:
+        super().__init__()
+        self.first, self.body, self.last = nn.Linear(5, width), body, nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.body(self.first(x).relu()))
+
+
+@pytest.mark.parametrize("name", SQUEEZES)
+def test_an_axis_that_is_squeezed_keeps_two_channels(name: str) -> None:
+    net, x = Between(SQUEEZES[name]).double().eval(), torch.randn(2, 5).double()
+    graph = pp.trace(net, x)
+    assert (graph.open["first"].size, graph.open["first"].minimum) == (4, 2)
+    assert any("squeeze would take away an axis" in note for note in graph.notes)
+    assert cut_error(net, graph, (x,), (torch.randn(3, 5).double(),)) < 1e-10
+    with pytest.raises(pp.PruneError, match="at least 2 must stay"):
+        pp.shrink(net, graph, {"first": [0]})
+
+
+def test_an_axis_that_stays_wide_when_squeezed_may_lose_all_but_one_channel() -> None:
+    class Flat(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.flatten(1).squeeze()
+
+    net = nn.Sequential(nn.Conv1d(2, 4, 3), Flat(), nn.Linear(12, 3)).double().eval()
+    x = torch.randn(2, 2, 5).double()
+    graph = pp.trace(net, x)
+    assert (graph.open["0"].size, graph.open["0"].minimum) == (4, 1)
+    assert cut_error(net, graph, (x,)) < 1e-10
+
+
+def test_a_budget_keeps_what_a_squeeze_needs() -> None:
+    net = Between(SQUEEZES["all"], width=8)
+    pruner = pp.Pruner(net, torch.randn(2, 5), macs=0.3, steps=20)
+    optimizer = sgd(pruner)
+    pruner.attach(optimizer)
+    for _ in range(20):
+        optimizer.zero_grad()
+        net(torch.randn(4, 5)).square().mean().backward()
+        optimizer.step()
+    assert pruner.export().get_submodule("first").out_features == 2
+
+
+@pytest.mark.parametrize(("unbiased", "least"), [(True, 2), (False, 1)])
+def test_an_unbiased_variance_keeps_two_channels(unbiased: bool, least: int) -> None:
+    class Norm(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x / (x.var(-1, keepdim=True, unbiased=unbiased) + 1e-3)
+
+    net = nn.Sequential(nn.Linear(5, 6), Norm(), nn.Linear(6, 3)).double().eval()
+    graph = pp.trace(net, torch.randn(2, 5).double(), norms=True)
+    assert (graph.open["0"].size, graph.open["0"].minimum) == (6, least)
+    assert cut_error(net, graph, (torch.randn(2, 5).double(),)) < 1e-10
+
+
+class Recurrent(nn.Module):
+    def __init__(self, body: nn.RNNBase, width: int) -> None:
+        super().__init__()
+        self.first, self.body, self.last = nn.Linear(5, 6), body, nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.body(self.first(x))[0])
+
+
+@pytest.mark.parametrize(
+    ("body", "width"),
+    [
+        (lambda: nn.LSTM(6, 8, proj_size=4, batch_first=True), 4),
+        (lambda: nn.LSTM(6, 8, proj_size=4, batch_first=True, num_layers=2), 4),
+        (lambda: nn.LSTM(6, 8, proj_size=4, batch_first=True, bidirectional=True), 8),
+    ],
+)
+def test_an_lstm_keeps_more_hidden_units_than_projections(body: Any, width: int) -> None:
+    net, x = Recurrent(body(), width).double().eval(), torch.randn(2, 4, 5).double()
+    graph = pp.trace(net, x)
+    assert {name: (g.size, g.minimum) for name, g in graph.open.items()} == {
+        "first": (6, 1), "body": (8, 5), "body#2": (4, 1),
+    }  # fmt: skip
+    assert cut_error(net, graph, (x,), (torch.randn(3, 7, 5).double(),)) < 1e-10
+
+
+@pytest.mark.parametrize("unpack", [lambda found: found[0], lambda found: next(iter(found))])
+@pytest.mark.parametrize("weights", [False, True])
+def test_attention_whose_answer_holds_none_is_followed_in_re_emitted_code(
+    unpack: Any, weights: bool
+) -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(5, 16), nn.Linear(16, 3)
+            self.attend = nn.MultiheadAttention(16, 4, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            one, two = self.first(x).split((10, 6), -1)
+            h = torch.cat([two, one], -1)
+            return self.last(unpack(self.attend(h, h, h, need_weights=weights)))
+
+    net, x = Attends().double().eval(), torch.randn(2, 4, 5).double()
+    graph = pp.trace(net, x)
+    assert {name: group.size for name, group in graph.open.items()} == {
+        "first": 16, "attend": 4, "attend.out_proj": 16,
+    }  # fmt: skip
+    assert cut_error(net, graph, (x,), (torch.randn(3, 6, 5).double(),)) < 1e-10
 
 
 # --- wrong calls ----------------------------------------------------------------------------------

@@ -43,7 +43,9 @@ class Budget:
         self.owner = torch.tensor([i for i, g in enumerate(groups) for _ in range(g.size)])
         self.multiple = _multiples(graph, multiple_of)
         sizes = self.cost.full.long()
-        self.minimum = torch.tensor([g.minimum for g in groups]) * self.multiple
+        least = torch.tensor([g.minimum for g in groups])
+        blocks = torch.div(least + self.multiple - 1, self.multiple, rounding_mode="floor")
+        self.minimum = torch.minimum(blocks * self.multiple, sizes)
         narrow = sizes < self.multiple  # cannot be a multiple at all: whole, or nothing
         self.multiple = torch.where(narrow, sizes, self.multiple)
         self.minimum = torch.where(narrow, sizes * (self.minimum > 0), self.minimum)

@@ -53,6 +53,16 @@ class Choice:
 
 
 @dataclass(eq=False)
+class AtLeast:
+    """So many channels have to stay along an axis of a layer, and why."""
+
+    layer: Tensor
+    axis: int
+    count: int
+    why: str
+
+
+@dataclass(eq=False)
 class Statistic:
     """An operation that takes a mean over channels, which gates can weight."""
 
@@ -74,6 +84,7 @@ class Flow:
     baked: list[tuple[Op, Tensor, int]] = field(default_factory=list)
     # a layer that varies along several axes, and one along some of these: decided at the end
     pending: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    at_least: list[AtLeast] = field(default_factory=list)
     wide: list[Tensor] = field(default_factory=list)  # layers that vary along several axes
     unknown: dict[str, str] = field(default_factory=dict)  # operation -> where
     norms: Callable[[str], bool] = lambda module: False  # may its means be weighted?
@@ -135,6 +146,10 @@ class Flow:
         if value.name not in self._tensors:
             self._tensors[value.name] = self.labels.of_tensor(value.name, value.shape)
         return self._tensors[value.name]
+
+    def known(self, name: str) -> list[Tensor]:
+        """The layers of a parameter or buffer, if it was read."""
+        return self._tensors.get(name, [])
 
     def set(self, value: Value, layers: Iterable[Tensor]) -> None:
         kept = []

@@ -6,12 +6,14 @@ occurrences become groups.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from .flow import Choice, Contraction, Flow, Statistic
+from .flow import AtLeast, Choice, Contraction, Flow, Statistic
 from .groups import WHOLE, Graph, Group, module_of, varies
 from .labels import Axis, Labels, support
 from .tape import Tape
@@ -337,5 +339,23 @@ def _graph(
         units = position[item.layer]
         if bool((units != WHOLE).any()):
             graph.statistics.append(Statistic(item.op, units))
+    for need in flow.at_least:
+        _keep_enough(graph, position[need.layer], need)
     graph.unknown, graph.fillings = dict(flow.unknown), set(flow._uniform)
     return graph
+
+
+def _keep_enough(graph: Graph, layer: Tensor, need: AtLeast) -> None:
+    """Raise the minimum of the largest groups on an axis until enough channels stay in any plan."""
+    units = layer.movedim(need.axis, 0).flatten(1)[:, 0] if layer.dim() > 1 else layer
+    certain, names = int((units == WHOLE).sum()), graph.owners
+    found = Counter(names[unit] for unit in units.tolist() if unit != WHOLE)
+    for name, places in found.most_common():
+        if certain >= need.count:
+            return
+        group, each = graph.groups[name], max(1, places // graph.groups[name].size)
+        least = min(group.size, math.ceil((need.count - certain) / each))
+        certain += least * each
+        if least > group.minimum:
+            group.minimum = least
+            graph.notes.append(f"{name}: keeps {least} channels: {need.why}")

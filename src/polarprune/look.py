@@ -17,7 +17,7 @@ from .capture import captured
 from .cost import measure
 from .emit import Emission
 from .errors import PruneError
-from .flow import Flow, Rule
+from .flow import AtLeast, Flow, Rule
 from .forming import build, follow
 from .groups import WHOLE, Graph, Place, module_of
 from .labels import Labels
@@ -90,11 +90,11 @@ class Look:
             graph = build(tapes, self._followed(tapes), self.held)
             graph.rewired = dict(self.rewired)
             graph.numbers = self.following()
-            graph.notes = [*self.notes, *(f"{g}: {why}" for g, why in self.minimum.items())]
+            graph.notes += [*self.notes, *(f"{g}: {why}" for g, why in self.minimum.items())]
             hold_spine(graph)
             hold_heads(graph)
             for name in self.minimum:
-                graph.groups[name].minimum = 1
+                graph.groups[name].minimum = max(1, graph.groups[name].minimum)
             graph.cost = measure(self.model, graph)
         return graph
 
@@ -105,8 +105,19 @@ class Look:
             flow = Flow(Labels(), self.rules, by_tag)
             flow.norms = lambda path: self.norms and path not in self.mixing
             follow(tapes, flow, self._kept())
+            self._hold_projections(flow)
             self._flow = (*state, flow)
         return self._flow[2]
+
+    def _hold_projections(self, flow: Flow) -> None:
+        """torch tells an LSTM with projections by its state: more hidden units than projections."""
+        for path, module in self.modules.items():
+            if isinstance(module, nn.LSTM) and module.proj_size:
+                why = f"more than the {module.proj_size} projections of {path or 'the model'}"
+                for name, _ in module.named_parameters(path):
+                    if name.rpartition(".")[2].startswith("weight_hr") and flow.known(name):
+                        layer = flow.known(name)[-1]
+                        flow.at_least.append(AtLeast(layer, 1, module.proj_size + 1, why))
 
     def _record(self) -> list[Tape]:
         code = {**self.norm_code, **self.rewired}

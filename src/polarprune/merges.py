@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from .flow import Flow
+from .flow import AtLeast, Flow
 from .labels import along, support
 from .tape import Op, Value
 
@@ -33,6 +33,9 @@ def _left(flow: Flow, op: Op, source: Value, untouched: Callable[[int], bool]) -
     for layer in flow.layers(source):
         rest = tuple(axis for axis in support(layer) if untouched(axis))
         if not rest and op.name in _WEIGHABLE and flow.weigh(op, layer):
+            if "var" in op.name and _unbiased(op):  # there is none of one channel
+                why = f"{op.name} over channels in {op.where}"
+                flow.at_least.append(AtLeast(layer, support(layer)[0], 2, why))
             continue
         if not rest:
             flow.labels.freeze(layer, f"{op.name} mixes channels in {op.where}")
@@ -41,6 +44,13 @@ def _left(flow: Flow, op: Op, source: Value, untouched: Callable[[int], bool]) -
             layer = flow.labels.flatten_onto(layer, rest)
         kept.append(layer)
     return kept
+
+
+def _unbiased(op: Op) -> bool:
+    names = [argument.name for argument in op.func._schema.arguments]
+    given = {**dict(zip(names, op.args, strict=False)), **op.kwargs}
+    correction = given.get("correction", given.get("unbiased"))
+    return correction is None or correction != 0
 
 
 _WEIGHABLE = ("mean", "sum", "var", "var_mean", "linalg_vector_norm")

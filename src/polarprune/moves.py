@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from . import labels as lab
-from .flow import Flow
+from .flow import AtLeast, Flow
 from .labels import along, compress, support
 from .tape import Op, Value
 
@@ -109,6 +109,17 @@ def _moved(flow: Flow, op: Op, source: Value, results: list[list[Tensor]]) -> No
             flow._uniform.add(out)
         if flow.pure(source):
             flow._weights.add(out)
+
+
+def squeeze(flow: Flow, op: Op) -> None:
+    """Takes away axes of one: an axis of channels has to keep two, or it would go as well."""
+    source, given = op.args[0], op.args[1] if len(op.args) > 1 else range(len(op.args[0].shape))
+    axes = {source.axis(axis) for axis in ([given] if isinstance(given, int) else given)}
+    for layer in flow.layers(source):
+        for axis in axes & set(support(layer)):
+            why = f"squeeze would take away an axis of one channel in {op.where}"
+            flow.at_least.append(AtLeast(layer, axis, 2, why))
+    movement(flow, op)
 
 
 def cut(flow: Flow, op: Op) -> None:

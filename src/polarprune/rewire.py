@@ -191,6 +191,8 @@ def _getitem(node: fx.Node, sight: _Sight) -> bool:
     reads = node.target is operator.getitem
     if len(source) != 1 or (reads and len(outs) != 1) or any(isinstance(i, list) for i in index):
         return False
+    if reads and outs[0] is source[0]:
+        return False  # taken out of a tuple, of which the rest are no tensors
     new, axis, changed = list(index), 0, False
     spare = len(source[0].shape) - sum(item is not None and item is not Ellipsis for item in index)
     for k, item in enumerate(index):
@@ -218,7 +220,7 @@ def _counted(sight: _Sight, source: Value, axis: int, kept: Tensor, item: Any) -
 
 def _select(node: fx.Node, sight: _Sight) -> bool:
     source = sight.values(node.args[0])[0]
-    axis = _argument(node, 1, "dim") % len(source.shape)
+    axis = source.axis(sight.given(_argument(node, 1, "dim")))
     kept = sight.kept(source, axis)
     if kept is None or bool(kept.all()):
         return False

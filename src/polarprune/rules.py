@@ -47,6 +47,7 @@ from .moves import (
     shuffle,
     slide,
     split,
+    squeeze,
     stack,
     view,
     write,
@@ -84,9 +85,10 @@ def _table() -> dict[Any, Rule]:
         same: "clone detach alias contiguous _to_copy lift_fresh detach_ to",
         view: "view _unsafe_view reshape flatten unflatten",
         expand: "expand",
-        movement: "permute transpose t unsqueeze squeeze unbind pixel_shuffle "
-        "pixel_unshuffle repeat flip movedim swapaxes transpose_ swapaxes_ t_ squeeze_ unsqueeze_ "
+        movement: "permute transpose t unsqueeze unbind pixel_shuffle "
+        "pixel_unshuffle repeat flip movedim swapaxes transpose_ swapaxes_ t_ unsqueeze_ "
         "repeat_interleave",
+        squeeze: "squeeze squeeze_",
         cut: "slice split_with_sizes",
         select: "select",
         roll: "roll",

@@ -18,11 +18,11 @@ Way = frozenset[str]
 
 
 def hold_spine(graph: Graph) -> None:
-    """Set `minimum` = 1 on the groups that carry the signal through."""
+    """Set `minimum` to 1 at least on the groups that carry the signal through."""
     for tape in graph.tapes:
         for way in _ways(graph, tape):
             for name in way:
-                graph.groups[name].minimum = 1
+                graph.groups[name].minimum = max(1, graph.groups[name].minimum)
 
 
 def _ways(graph: Graph, tape: Tape) -> list[Way]:
@@ -71,7 +71,8 @@ def hold_heads(graph: Graph) -> None:
     for item in graph.contractions:
         if "scaled_dot_product" in item.op.name:
             for unit in {unit for units in item.factors for unit in units.tolist()} - {WHOLE}:
-                graph.groups[names[unit]].minimum = 1
+                group = graph.groups[names[unit]]
+                group.minimum = max(1, group.minimum)
 
 
 class _Options:

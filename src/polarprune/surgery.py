@@ -68,7 +68,8 @@ def shrink(model: nn.Module, graph: Graph, plan: Plan) -> nn.Module:
         if left < group.minimum:
             raise PruneError(
                 f"{name}: the plan keeps {left} channels, but at least {group.minimum} must stay, "
-                f"or the input no longer reaches the output."
+                f"or the input no longer reaches the output, or the model's code does not run: "
+                f"print(graph) says why."
             )
     model = all_baked(model, graph.inline)
     return cut_copy(model, write_recipe(model, graph, plan))

@@ -379,7 +379,7 @@ def _uneven(graph: Graph, seed: int) -> Plan:
     for name, group in graph.open.items():
         order = torch.randperm(group.size, generator=generator, device="cpu")
         share = torch.rand(1, generator=generator, device="cpu").item() if seed else 0.5
-        least = 2 if group.size > 2 else 1
+        least = max(group.minimum, 2 if group.size > 2 else 1)
         plan[name] = sorted(order[: max(least, int(group.size * share))].tolist())
     return plan
 
