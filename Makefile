@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: venv demo test check coverage figures clean
+.PHONY: venv demo test fuzz check coverage figures clean
 
 venv: .venv/.installed
 
@@ -16,6 +16,10 @@ demo: venv
 # One thread per worker: two workers share two cores without fighting for them.
 test: venv
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+# Random networks, traced, cut, trained, exported and compared; failures are printed as small classes.
+fuzz: venv
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.fuzz --networks 2000 --jobs 2 --shrink
 
 check: venv
 	$(BIN)/ruff check .

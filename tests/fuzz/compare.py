@@ -94,6 +94,9 @@ def masked(model: nn.Module, graph: Graph, plan: Plan) -> nn.Module | None:
         new = MaskedNorm(norm, settled[units])
         owner, _, leaf = path.rpartition(".")
         setattr(model.get_submodule(owner), leaf, new)
+    for module in model.modules() if graph.weights else ():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0  # else a fused path goes round its norms
     return model
 
 
@@ -132,6 +135,7 @@ class MaskedNorm(nn.Module):
     def __init__(self, norm: nn.Module, kept: Tensor) -> None:
         super().__init__()
         self.norm, self.kept = norm, kept
+        self.eps = norm.eps  # torch's encoder layers ask for it
 
     def forward(self, x: Tensor) -> Tensor:
         norm: Any = self.norm
