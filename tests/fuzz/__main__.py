@@ -85,7 +85,9 @@ def _in_processes(seeds: range, given: argparse.Namespace) -> list[Outcome]:
             elif not line:
                 process.wait()
                 if mine:
-                    died = Outcome(mine.pop(0), "crash", "process", f"ended with {process.returncode}")
+                    died = Outcome(
+                        mine.pop(0), "crash", "process", f"ended with {process.returncode}"
+                    )
                     outcomes.append(_outcome(vars(died), given.log))
                 running.remove(job)
                 if mine:
@@ -107,7 +109,10 @@ def _outcome(data: dict[str, Any], log: Path | None) -> Outcome:
         with log.open("a") as file:
             _write(file, data)
     if outcome.failed:
-        print(f"seed {outcome.seed}: {outcome.kind} {outcome.stage}: {outcome.detail}"[:400], flush=True)
+        print(
+            f"seed {outcome.seed}: {outcome.kind} {outcome.stage}: {outcome.detail}"[:400],
+            flush=True,
+        )
     return outcome
 
 
@@ -123,7 +128,9 @@ def _summary(outcomes: list[Outcome]) -> None:
     total: Counter[str] = sum((outcome.counts for outcome in outcomes), Counter())
     print(f"\n{len(outcomes)} networks of {len(KINDS)} kinds of operations: {_counted(outcomes)}")
     print(", ".join(f"{key}: {n}" for key, n in total.items()))
-    said = Counter(o.detail.split(":")[0] + o.detail[-60:] for o in outcomes if o.kind == "declined")
+    said = Counter(
+        o.detail.split(":")[0] + o.detail[-60:] for o in outcomes if o.kind == "declined"
+    )
     for reason, n in said.most_common(5):
         print(f"  declined {n}: {reason}")
     for label, n in Counter(o.label for o in outcomes if o.failed).most_common():

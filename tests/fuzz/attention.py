@@ -156,4 +156,6 @@ def embedded(w: Writer, x: Value, p: Choices) -> Value:
 def bag(w: Writer, x: Value, p: Choices) -> Value:
     width = p.width()
     mode = p.pick("mode", "mean", "sum")
-    return w.put("vec", (width,), f'{w.module(f"nn.EmbeddingBag(7, {width}, mode={mode!r})")}({x.name})')
+    return w.put(
+        "vec", (width,), f"{w.module(f'nn.EmbeddingBag(7, {width}, mode={mode!r})')}({x.name})"
+    )

@@ -32,7 +32,9 @@ def make(source: str, seed: int = 0) -> nn.Module:
 def lively(model: nn.Module) -> nn.Module:
     """Biases, norms and running statistics away from 0 and 1: a mask that is missing shows."""
     for module in model.modules():
-        if isinstance(module, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)):
+        if isinstance(
+            module, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
+        ):
             for key, low, high in (
                 ("weight", 0.5, 1.5), ("bias", -0.5, 0.5),
                 ("running_mean", -0.5, 0.5), ("running_var", 0.5, 1.5),

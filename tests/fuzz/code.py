@@ -191,7 +191,9 @@ def temporary(w: Writer, x: Value, p: Choices) -> Value:
         raise Impossible("too few")
     y = w.like(x, p.pick("how", f"torch.zeros_like({n})", f"{n}.new_zeros({n}.shape)"))
     k = p.pick("k", *range(1, x.channels))
-    w.run(f"{y.name}[{lead}:{k}] = {n}[{lead}:{k}]", f"{y.name}[{lead}{k}:] = {n}[{lead}{k}:].tanh()")
+    w.run(
+        f"{y.name}[{lead}:{k}] = {n}[{lead}:{k}]", f"{y.name}[{lead}{k}:] = {n}[{lead}{k}:].tanh()"
+    )
     return y
 
 

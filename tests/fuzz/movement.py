@@ -182,7 +182,9 @@ def matrix_product(w: Writer, x: Value, p: Choices) -> Value:
         raise Impossible("layout")
     out = p.width()
     weight = w.parameter(f"torch.randn({x.channels}, {out}) * 0.3")
-    return w.like(x, p.pick("how", f"{x.name} @ {weight}", f"torch.matmul({x.name}, {weight})"), out)
+    return w.like(
+        x, p.pick("how", f"{x.name} @ {weight}", f"torch.matmul({x.name}, {weight})"), out
+    )
 
 
 # --- changes of layout ----------------------------------------------------------------------------
@@ -268,7 +270,9 @@ def class_token(w: Writer, x: Value, p: Choices) -> Value:
     t, c = x.shape
     token = w.parameter(f"torch.randn(1, 1, {c})")
     place = w.parameter(f"torch.randn(1, {t + 1}, {c})")
-    y = w.put("seq", (t + 1, c), f"torch.cat([{token}.expand({x.name}.shape[0], -1, -1), {x.name}], 1)")
+    y = w.put(
+        "seq", (t + 1, c), f"torch.cat([{token}.expand({x.name}.shape[0], -1, -1), {x.name}], 1)"
+    )
     return w.like(y, f"{y.name} + {place}") if p.flag("positions") else y
 
 

@@ -191,16 +191,13 @@ def fits(value: Value, layout: str) -> bool:
 def begin(program: Program) -> tuple[Writer, list[Value]]:
     writer = Writer()
     values = [
-        Value("xyz"[number], layout, shape)
-        for number, (layout, shape) in enumerate(program.inputs)
+        Value("xyz"[number], layout, shape) for number, (layout, shape) in enumerate(program.inputs)
     ]
     writer.inputs = list(values)
     return writer, values
 
 
-def take(
-    writer: Writer, step: Step, values: Sequence[Value], draw: random.Random | None
-) -> Value:
+def take(writer: Writer, step: Step, values: Sequence[Value], draw: random.Random | None) -> Value:
     """Write one step, or raise `Impossible` with the writer as it was."""
     one = KINDS[step.kind]
     if len(step.reads) != len(one.reads) or any(number >= len(values) for number in step.reads):
