@@ -1,7 +1,7 @@
 """`trace` against brute force: no coupling is missed, and what is prunable can be removed.
 
-The oracle disturbs one slice of one parameter at a time and sees what moves (`oracle.py`); it shares
-no code with the engine. Groups may be coarser than what it finds, never finer.
+The oracle disturbs one slice of one parameter at a time and sees what moves (`oracle.py`); it
+shares no code with the engine. Groups may be coarser than what it finds, never finer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from oracle import OUTPUT, Oracle, Slice
 from polarprune.groups import Graph
 
 # One or two of each pattern: a network takes a second, as every slice is disturbed twice.
-CHOSEN = """
+_CHOSEN = """
     conv_bias conv1d conv3d padding_circular prelu_channel instance_norm_affine_stats
     group_norm_one group_norm_two group_norm_no_affine conv_transpose conv_transpose_grouped
     depthwise_multiplier grouped_two_wide grouped_chain residual_pad_cat_zeros residual_preact
@@ -32,7 +32,7 @@ CHOSEN = """
     max_over_channels glu_functional split_unequal slice_channels shuffle_baked shuffle_module
     pixel_shuffle pixel_unshuffle flatten_view_baked pool_squeeze mlp_3d generator_dynamic
     layer_norm_flatten shared_conv shared_head keyword_inputs outputs_nested auxiliary_head
-""".split()
+"""
 MORE: dict[str, Callable[[], tuple[nn.Module, Any]]] = {}
 
 
@@ -160,7 +160,7 @@ def einsum() -> nn.Module:
     )
 
 
-NAMES = [*CHOSEN, *MORE]
+NAMES = [*_CHOSEN.split(), *MORE]
 
 
 @cache

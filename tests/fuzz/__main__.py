@@ -128,10 +128,8 @@ def _summary(outcomes: list[Outcome]) -> None:
     total: Counter[str] = sum((outcome.counts for outcome in outcomes), Counter())
     print(f"\n{len(outcomes)} networks of {len(KINDS)} kinds of operations: {_counted(outcomes)}")
     print(", ".join(f"{key}: {n}" for key, n in total.items()))
-    said = Counter(
-        o.detail.split(":")[0] + o.detail[-60:] for o in outcomes if o.kind == "declined"
-    )
-    for reason, n in said.most_common(5):
+    declined = [" ".join(o.detail.split()[:5]) for o in outcomes if o.kind == "declined"]
+    for reason, n in Counter(declined).most_common(8):
         print(f"  declined {n}: {reason}")
     for label, n in Counter(o.label for o in outcomes if o.failed).most_common():
         seeds = [o.seed for o in outcomes if o.failed and o.label == label]

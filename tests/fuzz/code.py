@@ -1,4 +1,4 @@
-"""What Python code around the layers does: branches, fixed indices, writes, loops, caches, draws."""
+"""What code around the layers does: branches, fixed indices, writes, loops, caches, draws."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def without_gradient(w: Writer, x: Value, p: Choices) -> Value:
 @kind("any", weight=0.7)
 def temporary(w: Writer, x: Value, p: Choices) -> Value:
     """Zeros of a shape that was read, filled in parts."""
-    n, d, lead = x.name, x.axis, _lead(x)
+    n, lead = x.name, _lead(x)
     if x.channels < 3:
         raise Impossible("too few")
     y = w.like(x, p.pick("how", f"torch.zeros_like({n})", f"{n}.new_zeros({n}.shape)"))

@@ -77,6 +77,7 @@ def masked(model: nn.Module, graph: Graph, plan: Plan) -> nn.Module | None:
     None where a mask cannot be laid on from outside: norms and weights that code of the model
     computes by itself.
     """
+    model.eval()  # in train mode spectral norms take a step whenever a mask is put on
     alive = torch.ones(graph.units + 1, dtype=torch.bool)
     for name, kept in plan.items():
         group = graph.groups[name]

@@ -11,15 +11,7 @@ from .program import KINDS, LAYOUTS, Impossible, Program, Shape, Step, Value, be
 KINDS_FROM = (layers, movement, attention, code)  # imported for what they register
 
 # Kinds that `generate` leaves out by default, because the engine fails on them: with the reason.
-FAILING: dict[str, str] = {
-    "read_fixed_channel": "issue 20, 2: fixed indices are not followed",
-    "write_fixed_channel": "issue 20, 2: writes by fixed index are not followed",
-    "branch_on_width": "issue 20, 2: a comparison that reads a width",
-    "loop_over_width": "issue 20, 2: a loop over a width, at the end of the run",
-    "seeded_draw": "issue 20, 2: draws from seeded generators are replaced by constants",
-    "unused_branch": "issue 20, 2: results that are not returned are cut but not checked",
-    "recurrent": "issue 20, 3: LSTM with proj_size equal to the hidden width after cutting",
-}
+FAILING: dict[str, str] = {}
 
 _INPUTS: list[list[tuple[str, Shape]]] = [
     [("image", (3, 8, 8))],

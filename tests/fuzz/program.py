@@ -1,9 +1,9 @@
 """A random network as plain data, and the Python source that it stands for.
 
 A `Program` is a list of steps; each names a kind of operation, the earlier values it reads and the
-choices that were made for it. `write` prints it as an ordinary `nn.Module`. Choices that are missing
-or no longer possible fall back to their simplest option, so that a program stays one when steps are
-deleted or choices are simplified (`shrink`).
+choices that were made for it. `write` prints it as an ordinary `nn.Module`. Choices that are
+missing or no longer possible fall back to their simplest option, so that a program stays one when
+steps are deleted or choices are simplified (`shrink`).
 """
 
 from __future__ import annotations
