@@ -157,7 +157,7 @@ def _runs(program: Program, example: tuple[Tensor, ...]) -> None:
         raise
     except Exception as error:
         raise _Invalid(repr(error)) from error
-    if not loss.isfinite() or float(loss) > 1e8:
+    if not loss.isfinite() or float(loss.detach()) > 1e8:
         raise _Invalid("explodes")
     if gap(outs, run(build(program), example)) > 0:
         raise _Invalid("gives other numbers when built again")
