@@ -281,3 +281,54 @@ def test_a_wrong_call_is_one_prune_error(name: str) -> None:
     with pytest.raises(pp.PruneError, match=said):
         call(net)
     assert net(X).shape == (2, 2) and not any(module._forward_hooks for module in net.modules())
+
+
+# --- what norms=True would open -------------------------------------------------------------------
+
+
+class Response(nn.Module):
+    """Global response normalization, as in ConvNeXt V2."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = torch.norm(x, p=2, dim=1, keepdim=True)
+        return self.scale * (x * (size / (size.mean(-1, keepdim=True) + 1e-6))) + self.shift + x
+
+
+class Gated(nn.Module):
+    """The spatial gate of gMLP."""
+
+    def __init__(self, width: int, places: int) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(width), nn.Conv1d(places, places, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = x.chunk(2, -1)
+        return one * self.mix(self.norm(two))
+
+
+@pytest.mark.parametrize(
+    ("norm", "width", "opens"),
+    [
+        (lambda: Response(12), 12, 12),
+        (lambda: Gated(6, 4), 6, 6),
+        (lambda: nn.LayerNorm(12), 12, 12),
+    ],
+)
+def test_a_refusal_says_what_norms_would_open(norm: Any, width: int, opens: int) -> None:
+    net, x = nn.Sequential(nn.Linear(5, 12), norm(), nn.Linear(width, 3)), torch.randn(2, 4, 5)
+    graph = pp.trace(net, x)
+    assert not graph.open and graph.with_norms == opens
+    assert f"note: norms=True may open {opens} more channels" in str(graph)
+    with pytest.raises(pp.PruneError, match=f"norms=True may open {opens} channels"):
+        pp.Pruner(net, x, macs=0.5, steps=10)
+    assert sum(group.size for group in pp.trace(net, x, norms=True).open.values()) == opens
+
+
+def test_norms_are_not_named_where_they_open_nothing() -> None:
+    net = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3), nn.LayerNorm(3))
+    graph = pp.trace(net, torch.randn(2, 5))
+    assert graph.with_norms == 0 and "norms=True" not in str(graph)

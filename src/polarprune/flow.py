@@ -89,6 +89,7 @@ class Flow:
     unknown: dict[str, str] = field(default_factory=dict)  # operation -> where
     norms: Callable[[str], bool] = lambda module: False  # may its means be weighted?
     statistics: list[Statistic] = field(default_factory=list)
+    unweighted: bool = False  # a mean that could have been, was not
     _layers: dict[Value, list[Tensor]] = field(default_factory=dict)
     _tensors: dict[str, list[Tensor]] = field(default_factory=dict)
     _uniform: set[Value] = field(default_factory=set)
@@ -186,7 +187,10 @@ class Flow:
 
     def weigh(self, op: Op, layer: Tensor) -> bool:
         """Note that a mean over these channels is to be weighted, if that is wanted."""
-        if len(support(layer)) > 1 or not self.norms(op.module):
+        if len(support(layer)) > 1:
+            return False
+        if not self.norms(op.module):
+            self.unweighted = True
             return False
         self.statistics.append(Statistic(op, layer))
         return True

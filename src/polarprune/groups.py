@@ -68,6 +68,7 @@ class Graph:
     weighted: dict[str, Emission] = field(default_factory=dict, repr=False)
     unknown: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    with_norms: int = 0  # how many more channels norms=True may open
     # what modules with re-emitted code held when they were traced
     held: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
     computed: list[str] = field(default_factory=list, repr=False)  # weights, by parametrizations
@@ -323,6 +324,10 @@ def table(graph: Graph) -> str:
     lines += ["", f"{opened} channels open, {closed} whole; " + ", ".join(summary)]
     lines += [f"unknown operation: {name} in {where}" for name, where in graph.unknown.items()]
     lines += [f"note: {note}" for note in graph.notes]
+    if graph.with_norms:
+        lines.append(
+            f"note: norms=True may open {graph.with_norms} more channels, which norms or means mix"
+        )
     return "\n".join(lines)
 
 

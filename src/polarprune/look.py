@@ -98,6 +98,15 @@ class Look:
             graph.cost = measure(self.model, graph)
         return graph
 
+    def more_with_norms(self, graph: Graph) -> int:
+        """How many more channels `norms=True` may open, as far as labels tell."""
+        if self.norms or not self._followed(graph.tapes).unweighted:
+            return 0
+        with on_host():
+            flow = Flow(Labels(), self.rules, by_tag, norms=lambda path: True)
+            follow(graph.tapes, flow, self._kept())
+            return max(0, build(graph.tapes, flow, self.held).units - graph.units)
+
     def _followed(self, tapes: list[Tape]) -> Flow:
         """The labels, sent through these tapes; the same as before if nothing has changed."""
         state = (tapes, len(self.mixing))

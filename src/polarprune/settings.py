@@ -124,7 +124,9 @@ def check_prunable(graph: Graph) -> None:
         raise PruneError(
             "no prunable channels: every group stays whole ("
             + ("; ".join(list(reasons)[:3]) or "there are none")
-            + "). Print polarprune.trace(model, example) for the whole list."
+            + "). "
+            + (f"norms=True may open {graph.with_norms} channels. " if graph.with_norms else "")
+            + "Print polarprune.trace(model, example) for the whole list."
         )
 
 

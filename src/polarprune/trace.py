@@ -81,6 +81,7 @@ def survey(
         closable = [name for name, group in graph.open.items() if not group.minimum]
         with on_host():
             add_extras(model, graph, dropped_with(model, graph, closable))
+    graph.with_norms = look.more_with_norms(graph)
     graph.computed, graph.inline = names, inline
     graph.notes += hooks
     graph.held = {path: numbers_in(model.get_submodule(path)) for path in graph.rewired}
