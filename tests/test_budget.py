@@ -15,6 +15,7 @@ import polarprune as pp
 from conftest import alphas, batches, prune, sgd, share, train
 from nets import NETS, digits_resnet, mobilenetv2_small, resnet20
 from polarprune.budget import Budget
+from polarprune.cost import Cost, Quadratic
 
 CLOSE = 0.005  # half a point
 MODELS = ["resnet20", "mobilenetv2"]
@@ -89,6 +90,29 @@ def test_every_kept_width_is_a_multiple_and_the_budget_is_met(
     assert all(left[key] <= limit for key, limit in goal.items())
     odd = {n: w for n, w in kept_widths(pruner.export()).items() if w % multiple}
     assert not odd
+
+
+def cheapest_block(budget: Budget, n: Tensor) -> float:
+    """The least that one more block of any group would cost."""
+    wider = n + torch.diag(budget.multiple.double())
+    there = wider.diagonal() <= budget.cost.full
+    return float((budget.excess(wider) - budget.excess(n))[there].min())
+
+
+@pytest.mark.parametrize("multiple", [4, 8, 16])
+@pytest.mark.parametrize("goal", [0.5, 0.3])
+@pytest.mark.parametrize("name", ["digits", "resnet20", "mobilenetv2"])
+def test_no_more_stays_unused_than_the_cheapest_block_or_half_a_point(
+    name: str, goal: float, multiple: int
+) -> None:
+    torch.manual_seed(1)
+    digits = name == "digits"
+    model = digits_resnet(16) if digits else build(name, width=16)
+    shape = {"channels": 1, "size": 8} if digits else {"size": 8}
+    pruner = prune(model, 40, macs=goal, multiple_of=multiple, **shape)
+    n = pruner.budget.widths(alphas(pruner))
+    unused = goal - share(pruner)["macs"]
+    assert 0 <= unused < max(CLOSE, cheapest_block(pruner.budget, n))
 
 
 def test_plain_mode_keeps_to_multiples_too() -> None:
@@ -269,6 +293,23 @@ def test_landing_ends_on_multiples(graph: Any, multiple: int) -> None:
         assert bool((n >= budget.minimum).all())
 
 
+@pytest.mark.parametrize("multiple", [1, 4, 8, 16])
+@pytest.mark.parametrize("limits", [{"macs": 0.5}, {"macs": 0.6, "params": 0.3}], ids=str)
+def test_no_block_that_landing_closes_would_fit(
+    graph: Any, limits: dict[str, float], multiple: int
+) -> None:
+    budget = Budget(graph, limits, multiple)
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        alpha = torch.rand(len(budget.owner), generator=generator, dtype=torch.float64) + 0.1
+        n, most = budget.widths(budget.land(alpha)), budget.widths(alpha)
+        wider = n + torch.diag(budget.multiple.double())
+        could = wider.diagonal() <= most
+        assert bool(could.any())
+        assert float(budget.excess(n)) <= 0
+        assert bool((budget.excess(wider)[could] > 0).all())
+
+
 def test_nothing_that_landing_closes_could_have_stayed() -> None:
     """The block that ends the excess may save so much that others need not have closed."""
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(),
@@ -312,6 +353,14 @@ def test_channels_that_cost_next_to_nothing_are_not_sped_up_without_end() -> Non
     speed = Budget(pp.trace(model, torch.randn(IMAGE)), {"macs": 0.5}).even_speed()
     assert float(speed.min()) < 1
     assert float(speed[-1]) == float(speed.max()) == 10
+
+
+def test_where_no_channel_saves_anything_all_groups_go_at_the_same_speed(graph: Any) -> None:
+    budget = Budget(graph, {"macs": 0.5})
+    macs = graph.cost.parts["macs"]
+    flat = Quadratic(torch.zeros_like(macs.q), torch.zeros_like(macs.b), 1.0)  # of small latencies
+    budget.cost = Cost(graph.cost.names, graph.cost.full.tolist(), {"macs": flat})
+    assert torch.equal(budget.even_speed(), torch.ones_like(budget.speed))
 
 
 def test_speeds_come_back_with_the_state() -> None:

@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import polarprune as pp
 from nets import NETS, randomise
-from polarprune.compact import Pace
 from test_exact import counted, difference, run
 from test_norms import Net
 
@@ -316,10 +315,7 @@ def whole_run(compact: str | None) -> tuple[pp.Pruner, list[float], set[int]]:
     return pruner, losses, sizes
 
 
-def test_auto_compacts_a_few_times_and_changes_nothing_else(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("polarprune.pruner.time.perf_counter", lambda: 0.0)
+def test_auto_compacts_a_few_times_and_changes_nothing_else() -> None:
     plain, losses, sizes = whole_run(None)
     pruner, same, fewer = whole_run("auto")
     assert same == pytest.approx(losses, rel=1e-8)
@@ -333,39 +329,35 @@ def test_another_word_than_auto_is_refused() -> None:
         pp.Pruner(net(), batch(0)[0], macs=0.5, steps=10, compact="always")
 
 
-def test_shapes_change_only_where_the_steps_left_make_up_for_it() -> None:
-    pace = Pace()
-    for now in range(10):
-        pace.tick(float(now))
-    assert pace.pays(0.2, 1)  # nothing is known against it
-    pace.changed()
-    pace.tick(109.0)  # a step of 1 s, and 99 s to compile
-    assert (pace.step, pace.cost) == (1.0, 99.0)
-    assert pace.pays(0.2, 500) and not pace.pays(0.2, 490)
-    pace.tick(109.6)
-    assert pace.cost == 99.0
+def shares_at_which_auto_compacts(pruner: pp.Pruner) -> list[tuple[int, float]]:
+    """The steps at which shapes changed, and the share of MACs that was left then."""
+    found = []
+    optimizer = sgd(pruner)
+    pruner.attach(optimizer)
+    for number in range(pruner.steps):
+        before = pruner.compactions
+        step(pruner.model, optimizer, number)
+        if pruner.compactions > before:
+            found.append((number + 1, pruner.history[-1]["macs"]))
+    return found
 
 
-def test_what_takes_too_long_is_not_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step takes a second, and the first after a change of shapes a million."""
-    now, changes = 0.0, 0
-    take_out = pp.Pruner._take_out
+def test_auto_compacts_when_a_fifth_of_the_macs_has_gone_or_the_budget_is_met() -> None:
+    pruner = pp.Pruner(net(), batch(0)[0], macs=0.4, steps=60, compact="auto")
+    found = shares_at_which_auto_compacts(pruner)
+    last = 1.0
+    for number, share in found:
+        assert share <= (0.95 if number >= 30 else 0.8) * last
+        last = share
+    assert found[-1] == (30, pruner.history[-1]["macs"])
 
-    def noticed(self: pp.Pruner, *args: Any) -> None:
-        nonlocal now, changes
-        take_out(self, *args)
-        now, changes = now + 1e6, changes + 1
 
-    def clock() -> float:
-        nonlocal now
-        now += 1
-        return now
-
-    monkeypatch.setattr("polarprune.pruner.time.perf_counter", clock)
-    monkeypatch.setattr(pp.Pruner, "_take_out", noticed)
-    pruner, _, sizes = whole_run("auto")
-    assert changes == 1 and len(sizes) == 2
-    pruner.export()
+def test_auto_does_not_compact_when_hardly_any_step_is_left() -> None:
+    late = pp.Schedule(done=0.98)
+    pruner = pp.Pruner(net(), batch(0)[0], macs=0.4, steps=60, compact="auto", schedule=late)
+    found = shares_at_which_auto_compacts(pruner)
+    assert found and found[-1][0] < 58
+    assert pruner.history[-1]["macs"] < found[-1][1]
 
 
 class Beside(nn.Module):

@@ -21,8 +21,8 @@ ORDER = [
     "contractions", "rules", "emit", "capture", "inline", "groups", "schedule", "settings",
     "forming", "spine", "cost", "rewire", "blocks", "norms", "attention", "leftovers", "surgery",
     "proof", "trial", "look", "trace", "gates", "bank", "place", "compact", "prox", "stepper",
-    "budget", "controller", "bench", "latency", "controls", "html", "report", "pictures", "pruner",
-    "checkpoint", "demo", "deploy", "console", "experiments", "cli",
+    "budget", "controller", "bench", "latency", "controls", "html", "report", "pictures", "resume",
+    "pruner", "checkpoint", "demo", "deploy", "console", "experiments", "cli",
 ]
 EXPERIMENTS = [
     "recipes", "processes", "task", "data", "voc", "imagenet", "style", "deeplab", "networks",

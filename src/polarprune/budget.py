@@ -6,6 +6,7 @@ All of this runs on the host, on a copy of α, every few steps.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,9 @@ from .errors import PruneError
 from .groups import WHOLE, Graph
 
 _FASTEST = 10.0  # channels that cost next to nothing do not have to go at the same speed
+Felt = Callable[[Tensor], Tensor]
+_SOON = 4.0  # costliest blocks away from the budget, what will be closed is planned
+_NEAR = 0.005  # of the original: what may stay unused before blocks are exchanged for it
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class Budget:
         narrow = sizes < self.multiple  # cannot be a multiple at all: whole, or nothing
         self.multiple = torch.where(narrow, sizes, self.multiple)
         self.minimum = torch.where(narrow, sizes * (self.minimum > 0), self.minimum)
+        self.is_coarse = bool((self.multiple > 1).any())
         self.speed = torch.ones(len(groups), dtype=torch.float64)
 
     def even_speed(self) -> Tensor:
@@ -63,6 +68,8 @@ class Budget:
             q, b = self.combined(n)
             price = q @ n + b
             mean = (price * n).sum() / n.sum()
+            if mean <= 0:  # no channel saves anything by itself, as in a latency of stairs
+                return torch.ones_like(price)
             return mean / price.clamp_min(mean / _FASTEST)
 
     def add(self, key: str, part: Part) -> None:
@@ -133,10 +140,7 @@ class Budget:
     def _sort(self, alpha: Tensor, effort: Tensor) -> Blocks:
         n = self.widths(alpha).long()
         price = self.price(n.double())
-        live = (alpha != 0).nonzero().flatten()
-        order = live[effort[live].argsort(stable=True)]
-        order = order[self.owner[order].argsort(stable=True)]
-        owner = self.owner[order]
+        order, owner = self._ordered(alpha, effort)
         first = torch.cumsum(n, 0) - n
         rank = torch.arange(len(order)) - first[owner]
         # the first block takes what is over a multiple, the others a multiple each
@@ -158,6 +162,13 @@ class Budget:
         member[order[closes]] = place[inverse]
         return Blocks(found[0][ranking], count[ranking], key[ranking], member)
 
+    def _ordered(self, alpha: Tensor, effort: Tensor) -> tuple[Tensor, Tensor]:
+        """The live entries, group after group, in each the least effort first; and their groups."""
+        live = (alpha != 0).nonzero().flatten()
+        order = live[effort[live].argsort(stable=True)]
+        order = order[self.owner[order].argsort(stable=True)]
+        return order, self.owner[order]
+
     def after(self, n: Tensor, blocks: Blocks, k: int) -> Tensor:
         """Widths when the first k blocks have closed."""
         gone = torch.zeros_like(n).index_add(0, blocks.group[:k], blocks.count[:k].double())
@@ -174,32 +185,112 @@ class Budget:
                 low = middle + 1
         return low
 
+    def planned(self, alpha: Tensor, effort: Tensor) -> Tensor:
+        """What landing would close, as far as can be told now: as a mask.
+
+        Where blocks are large, only this may close before: the last block may save more than is
+        missing, and then others need not close, but what is closed cannot be put back.
+        """
+        n = self.widths(alpha)
+        if float(self.excess(n)) > _SOON * self._largest(n):
+            return torch.ones_like(alpha, dtype=torch.bool)
+        even = alpha.clone()  # what has begun to close will go
+        self.even_out(even, effort)
+        blocks = self.blocks(even, effort)
+        needed = self.needed(self.widths(even), blocks, 0.0)
+        closed = (blocks.member >= 0) & (blocks.member < needed)
+        return self._filled(even, torch.where(closed, 0, even), effort) == 0
+
+    def _largest(self, n: Tensor) -> float:
+        """What the costliest block saves, where blocks are more than one channel."""
+        fewer = n - torch.diag(torch.minimum(self.multiple.double(), n))
+        saved = self.excess(n) - self.excess(fewer)
+        return float((saved * (self.multiple > 1)).max())
+
     def land(self, alpha: Tensor, effort: Tensor | None = None) -> Tensor:
-        """Close what is still needed, in order, as close to the budget as channels allow."""
+        """Close what is still needed, in order, as close to the budget as blocks allow.
+
+        Nothing that was live before and is closed now would fit under the budget.
+        """
         before, alpha = alpha, alpha.clone()
         self.even_out(alpha, effort)
-        closed: list[Tensor] = []
         while float(self.excess(self.widths(alpha))) > 0:
             blocks = self.blocks(alpha, effort)
             if not len(blocks.group):
                 raise PruneError("the budget cannot be met with the gates that are left")
             for block in self._affordable(self.widths(alpha), blocks):
-                closed.append(blocks.member == block)
-                alpha[closed[-1]] = 0
-        for mine in reversed(closed):  # the last one may have saved more than was needed
-            wider = torch.where(mine, before, alpha)
-            if float(self.excess(self.widths(wider))) <= 0:
-                alpha = wider
-        return alpha
+                alpha[blocks.member == block] = 0
+        return self._filled(before, alpha, effort)
+
+    def _filled(self, before: Tensor, alpha: Tensor, effort: Tensor | None = None) -> Tensor:
+        """Put back of what was live before as much as fits, or something else that leaves less.
+
+        Within a group those with the least effort close first, so widths say it all.
+        """
+        ranking = before.abs().double() if effort is None else effort
+        places, owner = self._ordered(before, ranking)
+        most = self.widths(before)
+        first = torch.cumsum(most, 0) - most
+
+        def felt(n: Tensor) -> Tensor:
+            """The effort that it took to close the block that each group lost last."""
+            last = (first + (most - n - 1).clamp_min(0)).long().clamp_max(len(places) - 1)
+            return ranking[places[last]]
+
+        n = self._exchanged(self._put_back(self.widths(alpha), most, felt), most, felt)
+        rank = torch.arange(len(places), device="cpu") - first[owner]
+        kept = places[rank >= (most - n)[owner]]
+        return torch.zeros_like(before).index_copy(0, kept, before[kept])
+
+    def _put_back(self, n: Tensor, most: Tensor, felt: Felt) -> Tensor:
+        """Widen one block after another that the budget has room for, most effort first.
+
+        The block that ended the excess may have saved so much that others need not have closed.
+        """
+        blocks = torch.diag(self.multiple.double())
+        while True:
+            fits = (self.excess(n + blocks) <= 0) & (n + self.multiple <= most)
+            if not bool(fits.any()):
+                return n
+            n = n + blocks[int(torch.where(fits, felt(n), -1.0).argmax())]
+
+    def _exchanged(self, n: Tensor, most: Tensor, felt: Felt) -> Tensor:
+        """Where blocks are large: put one back and close others, if that leaves less unused."""
+        blocks = torch.diag(self.multiple.double())
+        excess = float(self.excess(n))
+        while excess < -_NEAR:
+            closed = (n + self.multiple <= most).nonzero().flatten().tolist()
+            trials = [self._narrowed(n + blocks[group], group, felt) for group in closed]
+            found = [self._put_back(trial, most, felt) for trial in trials if trial is not None]
+            left = [float(self.excess(trial)) for trial in found]
+            if not left or max(left) < excess + _NEAR / 2:
+                break
+            n, excess = found[left.index(max(left))], max(left)
+        return n
+
+    def _narrowed(self, n: Tensor, stays: int, felt: Felt) -> Tensor | None:
+        """Close blocks of other groups until the budget is met; at last the one that is missing."""
+        blocks = torch.diag(self.multiple.double())
+        while (now := float(self.excess(n))) > 0:
+            may = n - self.multiple >= self.minimum
+            may[stays] = False
+            if not bool(may.any()):
+                return None
+            excess = self.excess(n - blocks)
+            fits = may & (excess <= 0)
+            effort = felt(n - self.multiple) / (now - excess).clamp_min(1e-12)
+            least = torch.where(fits, excess, -math.inf).argmax()
+            n = n - blocks[int(least if bool(fits.any()) else effort.where(may, math.inf).argmin())]
+        return n
 
     def even_out(self, alpha: Tensor, effort: Tensor | None = None) -> None:
         """Widths that are not yet a multiple lose the entries that take the least effort."""
         n = self.widths(alpha).long()
-        blocks = self.blocks(alpha, effort)
-        for block in range(len(blocks.group)):
-            group = blocks.group[block]
-            if blocks.count[block] == n[group] % self.multiple[group]:
-                alpha[blocks.member == block] = 0
+        over = n % self.multiple
+        over[n - over < self.minimum] = 0
+        places, owner = self._ordered(alpha, alpha.abs().double() if effort is None else effort)
+        rank = torch.arange(len(places), device="cpu") - (torch.cumsum(n, 0) - n)[owner]
+        alpha[places[rank < over[owner]]] = 0
 
     def _affordable(self, n: Tensor, blocks: Blocks) -> list[int]:
         """Blocks to close in order, as long as the excess stays; if none, those that end it.

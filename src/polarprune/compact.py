@@ -8,8 +8,6 @@ so do parameters: an optimizer knows them by identity. Its state is cut in the s
 from __future__ import annotations
 
 import copy
-import statistics
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -195,38 +193,6 @@ def _forget(optimizer: Optimizer, gone: set[int]) -> None:
         for parameter in [p for p in group["params"] if id(p) in gone]:
             optimizer.state.pop(parameter, None)
         group["params"] = [p for p in group["params"] if id(p) not in gone]
-
-
-class Pace:
-    """What a step takes, and what the last compact() took beside: code compiled anew, mostly."""
-
-    def __init__(self) -> None:
-        self._last: float | None = None
-        self._steps: deque[float] = deque(maxlen=20)
-        self._changed = False
-        self.cost = 0.0
-
-    def tick(self, now: float) -> None:
-        """A step is done."""
-        if self._last is not None:
-            taken = now - self._last
-            if self._changed:
-                self.cost, self._changed = max(taken - self.step, 0.0), False
-            else:
-                self._steps.append(taken)
-        self._last = now
-
-    def changed(self) -> None:
-        """Shapes are about to be others."""
-        self._changed = True
-
-    @property
-    def step(self) -> float:
-        return statistics.median(self._steps) if self._steps else 0.0
-
-    def pays(self, saved: float, left: int) -> bool:
-        """Will the steps that are left save more than it takes?"""
-        return saved * left * self.step >= self.cost
 
 
 class _Takeover:

@@ -90,8 +90,10 @@ class Controller:
             self.rate = max(self.rate, free, min(most, rate(times[0], _HARDER)))
             soon = self._step + 2 * times[0]
             turn = budget.needed(n, blocks, first * self.schedule.path(soon, self.steps))
-            usable = min(turn, budget.needed(n, blocks, 0.0) - 1)
+            usable = min(turn, budget.needed(n, blocks, 0.0) - (not budget.is_coarse))
         closable = (blocks.member >= 0) & (blocks.member < usable)
+        if budget.is_coarse and usable:
+            closable &= budget.planned(alpha, self.effort())
         pulled = (blocks.member >= 0) & (not idle)
         self._pull = self.rate * price * pulled
         return Aim(pulled, closable)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -11,12 +10,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from .budget import Budget
-from .compact import Pace, Rebuild, check_held, gates_in, plan_of, skeleton
+from .compact import Rebuild, check_held, gates_in, plan_of, skeleton
 from .controller import Controller
 from .errors import PruneError
 from .flow import Rule
@@ -27,6 +26,7 @@ from .latency import Stopwatch
 from .place import install
 from .proof import check_macs, example_for, prove_cut, prove_equal
 from .report import Report
+from .resume import check_state
 from .schedule import Schedule
 from .settings import (
     check_done,
@@ -36,7 +36,6 @@ from .settings import (
     check_optimizers,
     check_prunable,
     check_settings,
-    check_state,
     check_unchanged,
     check_weights,
 )
@@ -47,6 +46,9 @@ from .trace import changed, survey
 
 _CONTROLS = 400  # how often the host looks at the gates during a run, at most
 _BINS = 20
+_FIFTH = 0.2  # of the MACs: compact="auto" waits until so much has gone since the last time
+_LAST = 0.05  # the same once the budget is met, as no more will go
+_WORTH = 0.02  # of all steps: what is left of the training has to become shorter by so much
 _ROUTED = "what is computed depends on the data: MACs are those of the way that the example takes"
 
 
@@ -66,8 +68,8 @@ class Pruner:
         schedule: how ε and the cost go down.
         rules: rules for operations that are not known, `{torch.ops.…: rule}` (see `trace`).
         norms: open channels that layer, RMS and group norms mix (see `trace`).
-        compact: "auto" calls `compact()` a few times: whenever a fifth of the MACs has gone, if the
-            steps that are left will make up for the time it takes (for code compiled anew).
+        compact: "auto" calls `compact()` a few times: whenever a fifth of the MACs has gone, as
+            long as enough steps are left. Steps and MACs decide, never a clock.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class Pruner:
         self._compacts = compact == "auto"
         self.compactions = 0  # so far; each changes shapes
         self._compacted = 1.0  # share of MACs at the last
-        self._pace = Pace()
+        self._given_up = False  # compact="auto" failed once
         self._control()
 
     # --- in the training loop ---------------------------------------------------------------------
@@ -200,7 +202,6 @@ class Pruner:
     def _count(self) -> None:
         due = self._is_due()
         self.step_count += 1
-        self._pace.tick(time.perf_counter())
         if due:
             self._control()
 
@@ -254,11 +255,11 @@ class Pruner:
         if self.lam is None:
             self._stepper.scale.fill_(self._controller.rate)
         self._record(alpha, n)
-        if self._compacts and self.step_count < self.steps and self._pays():
+        if self._compacts and not self._given_up and self._pays():
             try:
                 self.compact()
             except PruneError as error:  # a training must not end for it
-                self._compacts = False
+                self._given_up = True
                 warnings.warn(f'compact="auto" is given up: {error}', stacklevel=2)
 
     def _set_speed(self, speed: Tensor) -> None:
@@ -395,11 +396,13 @@ class Pruner:
         return found
 
     def _pays(self) -> bool:
-        """A fifth of the MACs has gone; or less, but no more will. And it is worth the time."""
+        """A fifth of the MACs has gone; or less, but no more will. And enough steps are left.
+
+        Decided by steps and MACs alone: by a clock, a resumed run would be another one.
+        """
         gone = 1 - self.history[-1]["macs"] / self._compacted
-        enough = gone >= (0.05 if self.landed else 0.2)
-        together = distributed.is_available() and distributed.is_initialized()  # clocks differ
-        return enough and (together or self._pace.pays(gone, self.steps - self.step_count))
+        saved = gone * (self.steps - self.step_count)
+        return bool(gone >= (_LAST if self.landed else _FIFTH) and saved >= _WORTH * self.steps)
 
     def _take_out(
         self, rebuild: Rebuild, optimizers: list[Optimizer], copies: list[nn.Module]
@@ -411,7 +414,6 @@ class Pruner:
         rebuild.gated(self.model, self.gates, optimizers)
         torch.clear_autocast_cache()
         forget(self._slots)
-        self._pace.changed()
         self.compactions += 1
         self._present = rebuild.after
         self._stepper.take_out(rebuild.after)
@@ -469,6 +471,7 @@ class Pruner:
             "alpha": dict(zip(self.gates, self._flat().split(sizes), strict=True)),
             "present": self._present.clone(),
             "compacted": self._compacted,
+            "given_up": self._given_up,
             "speed": self.budget.speed,
             "stepper": self._stepper.state(),
             "history": copy.deepcopy(self.history),
@@ -478,17 +481,21 @@ class Pruner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there. After `compact()` this comes before the model's and the optimizer's.
 
-        The model is brought to the widths that it had, which the other states then fit.
+        The model is brought to the widths that it had, which the other states then fit. All of the
+        state is checked first: one that is damaged, or of another run, changes nothing.
         """
-        check_state(state, self.state_dict())
+        deadline = self.schedule.deadline(self.steps) if self.limits else 0
+        check_state(state, self.state_dict(), self.graph, deadline)
         rebuild = Rebuild(self._bare, self.graph, self._present, state["present"].cpu())
-        copies = self._checked(rebuild, self.copies)
+        copies, optimizers = self._checked(rebuild, self.copies), self._optimizers()
+        for one in optimizers:
+            rebuild.check(one)
         self.step_count, self.landed = state["step"], state["landed"]
         self.history = copy.deepcopy(state["history"])
         self._controller.load(state["controller"])
-        self._take_out(rebuild, self._optimizers(), copies)
-        self._compacted = state["compacted"]
-        self._stepper.put(torch.cat(list(state["alpha"].values())))
+        self._take_out(rebuild, optimizers, copies)
+        self._compacted, self._given_up = state["compacted"], state["given_up"]
+        self._stepper.put(torch.cat([state["alpha"][name] for name in self.gates]))
         self._stepper.load(state["stepper"])
         if self.limits:
             self._set_speed(state["speed"].cpu())

@@ -172,33 +172,6 @@ def check_gates(
                       f"faster than they should; {remedy}.", stacklevel=3)  # fmt: skip
 
 
-def check_state(state: dict[str, Any], own: dict[str, Any]) -> None:
-    """A state to go on from, beside the one of the pruner that is to take it over."""
-    if not isinstance(state, dict):
-        raise PruneError(
-            f"load_state_dict: {state!r}; give what pruner.state_dict() returned (a file of it has "
-            f"to be read first: torch.load)."
-        )
-    missing = own.keys() - state.keys()
-    if missing:
-        raise PruneError(
-            f"load_state_dict: the state has no {sorted(missing)[0]!r}: give what "
-            f"pruner.state_dict() returned. Nothing was changed."
-        )
-    sizes = [{name: len(alpha) for name, alpha in s["alpha"].items()} for s in (state, own)]
-    if sizes[0] != sizes[1] or bool((state["present"].cpu() & ~own["present"]).any()):
-        raise PruneError(
-            "load_state_dict: the state has other groups than this model; build the Pruner with "
-            "the same fresh model, example, keep=[...], rules={...} and norms."
-        )
-    for key in ("settings", "schedule"):
-        if state[key] != own[key]:
-            raise PruneError(
-                f"load_state_dict: the state is of a run with {key} {state[key]}, this pruner has "
-                f"{own[key]}; build it with the same."
-            )
-
-
 def check_finite(gates: dict[str, nn.Parameter], flat: Tensor) -> None:
     if not bool(flat.isfinite().all()):
         bad = [name for name, alpha in gates.items() if not bool(alpha.isfinite().all())]
