@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: venv demo test fuzz check coverage figures clean
+.PHONY: venv demo test fuzz check attack coverage figures clean
 
 venv: .venv/.installed
 
@@ -25,6 +25,10 @@ check: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Forged and damaged files against `load`, under an audit hook; a few hundred run in the tests.
+attack: venv
+	OMP_NUM_THREADS=1 $(BIN)/python tests/attack.py --count 10000
 
 # Models of other packages, each in a process of its own, two at a time; resumes where it stopped.
 coverage: venv

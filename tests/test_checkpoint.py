@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 import polarprune as pp
 from nets import NETS, cbr, digits_resnet, head
+from polarprune.untrusted import BLANK, signed
 from test_exact import traced
 
 # What each net is here for.
@@ -263,7 +264,7 @@ def test_file_is_safetensors_with_json_and_nothing_else(saved: Path) -> None:
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     content = json.loads(header.pop("__metadata__")["polarprune"])
-    assert content["version"] == 1
+    assert content["version"] == 2
     assert {"shapes", "slices", "attributes"} <= content["recipe"].keys()
     ends = sorted(entry["data_offsets"] for entry in header.values())
     assert [begin for begin, _ in ends] == [0, *(end for _, end in ends[:-1])]
@@ -344,13 +345,14 @@ def test_file_without_a_recipe_is_refused(tmp_path: Path) -> None:
 
 
 def rewritten(saved: Path, path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
-    """The file with other metadata."""
+    """The file with other metadata, and the checksum of these."""
     data = saved.read_bytes()
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     content = json.loads(header["__metadata__"]["polarprune"])
     changed = change(content)
-    text = changed if isinstance(changed, str) else json.dumps(content)
-    save_file(load_file(saved), path, metadata={"polarprune": text})
+    text = changed if isinstance(changed, str) else json.dumps({**content, "sha256": BLANK})
+    tensors = load_file(saved)
+    save_file(tensors, path, metadata={"polarprune": signed(text, tensors)})
     return path
 
 

@@ -26,8 +26,9 @@ from torch.utils._pytree import tree_leaves
 
 import polarprune as pp
 from nets import cbr, head, randomise
-from polarprune import blocks, capture, emit
+from polarprune import blocks, capture, emit, stored_graphs
 from polarprune.proof import difference, prove_equal
+from polarprune.untrusted import BLANK, signed
 from test_awkward import Cut, cut_at_random, images, trains
 from test_exact import VARIANTS, pruner_of, set_gates
 
@@ -633,10 +634,10 @@ def written() -> tuple[nn.Module, emit.Emission]:
 
 def test_capture_store_and_run_gives_the_same() -> None:
     module, emission = written()
-    stored = json.loads(json.dumps(emit.encode(emission)))
-    again = emit.with_forward(copy.deepcopy(module), emit.decode(stored))
+    stored = json.loads(json.dumps(stored_graphs.encode(emission)))
+    again = emit.with_forward(copy.deepcopy(module), stored_graphs.decode(stored))
     assert isinstance(again, Written) and type(again) is not Written
-    assert emit.encode(emit.decode(stored)) == stored
+    assert stored_graphs.encode(stored_graphs.decode(stored)) == stored
     args, kwargs = call(5)
     seen = []
     for training in (True, False):
@@ -956,11 +957,11 @@ ACCEPTED: dict[str, Callable[[dict[str, Any]], None]] = {
     ],
 )
 def test_graph_that_was_tampered_with_is_refused(change: Callable[[dict[str, Any]], None]) -> None:
-    stored = json.loads(json.dumps(emit.encode(written()[1])))
-    emit.decode(copy.deepcopy(stored))
+    stored = json.loads(json.dumps(stored_graphs.encode(written()[1])))
+    stored_graphs.decode(copy.deepcopy(stored))
     change(stored)
     with pytest.raises(pp.PruneError, match="not loaded"):
-        emit.decode(stored)
+        stored_graphs.decode(stored)
 
 
 def test_stored_graph_cannot_run_code() -> None:
@@ -981,9 +982,9 @@ def test_stored_graph_cannot_run_code() -> None:
     ]
     identity = capture.capture(nn.Identity(), (torch.zeros(1),), {})
     assert identity is not None
-    stored = {**emit.encode(identity), "train": nodes, "eval": nodes}
+    stored = {**stored_graphs.encode(identity), "train": nodes, "eval": nodes}
     try:
-        answer = emit.with_forward(nn.Identity(), emit.decode(stored))(torch.zeros(1))
+        answer = emit.with_forward(nn.Identity(), stored_graphs.decode(stored))(torch.zeros(1))
     except pp.PruneError:
         return
     pytest.fail(f"a file made python compute {answer}")
@@ -996,6 +997,7 @@ def test_file_that_was_tampered_with_is_refused(tmp_path: Path) -> None:
         content = json.loads(file.metadata()["polarprune"])
     for graph in (content["recipe"]["rewired"]["1"][mode] for mode in ("train", "eval")):
         next(n for n in graph if n[1] == "call_function")[2] = "os.system"
-    save_file(load_file(str(path)), str(path), metadata={"polarprune": json.dumps(content)})
+    text, tensors = json.dumps({**content, "sha256": BLANK}), load_file(str(path))
+    save_file(tensors, str(path), metadata={"polarprune": signed(text, tensors)})
     with pytest.raises(pp.PruneError, match=r"function 'os\.system' that is not known: not loaded"):
         pp.load(path, model=made("pad")[0])

@@ -14,7 +14,8 @@ import polarprune as pp
 from nets import NETS, BasicBlock, cbr, digits_resnet, head
 from polarprune.controls import magnitude_scores, plan_by_score, random_scores
 from polarprune.groups import Graph
-from polarprune.surgery import RECIPE, Recipe, apply, write_recipe
+from polarprune.recipe import RECIPE, Recipe
+from polarprune.surgery import cut_copy, write_recipe
 from test_exact import VARIANTS, counted, difference, double, pruner_of, set_gates, traced
 
 Plan = dict[str, list[int]]
@@ -336,7 +337,7 @@ def test_recipe_survives_json(name: str, plan: Any) -> None:
     text = json.dumps(recipe.to_json(), allow_nan=False)
     again = Recipe(**json.loads(text))
     assert again == recipe
-    small, rebuilt = (apply(copy.deepcopy(model), r) for r in (recipe, again))
+    small, rebuilt = (cut_copy(model, r) for r in (recipe, again))
     assert torch.equal(small(*inputs), rebuilt(*inputs))
     assert json.loads(json.dumps(getattr(small, RECIPE))) == json.loads(text)
 

@@ -21,8 +21,11 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules import batchnorm
 
-from .emit import nothing_lost
+from .emit import CODE, Emission, nothing_lost
+from .errors import PruneError
 from .groups import Graph, module_of
+from .interpret import one_point
+from .stored_graphs import encode_graph
 from .tape import named_tensors
 
 Edit = dict[str, Any]
@@ -75,6 +78,9 @@ def write_down(module: nn.Module) -> fx.Graph | None:
     """The same anew, to be changed."""
     if "forward" in vars(module):
         return None  # replaced by the user; fx would read the one of the class
+    ours = getattr(type(module).forward, CODE, None)
+    if ours is not None:
+        return copy.deepcopy(ours)  # type: ignore[no-any-return]
     double, family = copy.copy(module), type(module)  # what forward remembers must not stay
     asked: list[bool] = []
 
@@ -115,7 +121,7 @@ def vanishing(path: str, module: nn.Module, graph: Graph, silent: set[str]) -> l
     if not _adds_are_plain(path, graph):
         return []
     found = graph.rewired[path].only if path in graph.rewired else as_graph(module)
-    if found is None:
+    if found is None or not _can_be_stored(found):
         return []
     constant: set[fx.Node] = set()
     sources = []
@@ -131,6 +137,14 @@ def vanishing(path: str, module: nn.Module, graph: Graph, silent: set[str]) -> l
     return [{"node": node.name, "vector": True} for node in sources] + [
         {"node": node.name, "spread": True} for node in ends
     ]
+
+
+def _can_be_stored(graph: fx.Graph) -> bool:
+    try:
+        encode_graph(graph)
+    except PruneError:  # the layers stay, as constants
+        return False
+    return True
 
 
 def _join(path: str, target: Any) -> str:
@@ -183,6 +197,21 @@ def take_out(graph: fx.Graph, edits: list[Edit]) -> set[str]:
     return before - {str(node.target) for node in graph.nodes if node.op == "call_module"}
 
 
+def without_branches(
+    module: nn.Module, code: Emission | None, edits: list[Edit]
+) -> tuple[Emission, list[str]]:
+    """The forward of a module without the branches, and the children that it no longer calls.
+
+    `code`: its forward, if that was re-emitted; this one is changed.
+    """
+    if code is None:
+        graph = write_down(module)
+        assert graph is not None, "edits were made for it"
+        return Emission(None, {}, {"train": graph, "eval": graph}), sorted(take_out(graph, edits))
+    gone = set().union(*(take_out(graph, edits) for graph in code.graphs.values()))
+    return code, sorted(gone)
+
+
 def left_out(path: str, module: nn.Module, graph: Graph, edits: list[Edit]) -> set[str]:
     """The modules that go with the branches."""
     found = graph.rewired[path].only if path in graph.rewired else as_graph(module)
@@ -193,10 +222,6 @@ def left_out(path: str, module: nn.Module, graph: Graph, edits: list[Edit]) -> s
         for name, _ in module.named_modules()
         if any(name == target or name.startswith(f"{target}.") for target in gone)
     }
-
-
-def one_point(x: torch.Tensor) -> torch.Tensor:
-    return x[:1]
 
 
 def dropped_with(model: nn.Module, graph: Graph, groups: Iterable[str]) -> dict[str, set[str]]:

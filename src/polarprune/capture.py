@@ -22,17 +22,11 @@ from torch.fx import _symbolic_trace
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from .emit import (
-    FACTORIES,
-    PLAIN,
-    Emission,
-    encode_graph,
-    expect,
-    expect_pieces,
-    form_of,
-    nothing_lost,
-)
+from .allowed_calls import FACTORIES
+from .emit import PLAIN, Emission, form_of, nothing_lost
 from .errors import PruneError
+from .interpret import expect, expect_pieces
+from .stored_graphs import encode_graph
 from .tape import Example, as_call, opened, untouched
 
 
@@ -141,16 +135,23 @@ class _Tracer(fx.Tracer):
 
     proxy_buffer_attributes = True
 
-    def __init__(self, inputs: dict[str, Any]) -> None:
+    def __init__(self, names: list[str], inputs: dict[str, Any]) -> None:
         none: Any = ()  # math.sqrt(width) is a number like any other
         super().__init__(autowrap_modules=none)
-        self.inputs = inputs
+        self.names, self.inputs = names, inputs
         self.values: dict[fx.Node, Any] = {}
         self.from_data: set[fx.Node] = set()  # numbers that were read out of a tensor
         self.running = False  # a node is being computed: nothing is written down
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return type(m).forward is not nn.Sequential.forward
+
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: Any = None
+    ) -> tuple[Any, list[Any]]:
+        """The names of the placeholders are ours: the forward takes any number of arguments."""
+        given = [self.create_proxy("placeholder", name, (), {}) for name in self.names]
+        return root_fn, [self.root, *given]
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Known(node, self)
@@ -299,13 +300,13 @@ def _trace(module: nn.Module, leaves: list[Any], form: pytree.TreeSpec) -> fx.Gr
         with _factories(tracer), _Functions(tracer):
             return body(self, *args, **kwargs)
 
-    listed = ", ".join(names)
-    pairs = ", ".join(f"{name}={name}" for name in names)
-    forward = eval(f"lambda self, {listed}: call(self, dict({pairs}))", {"call": call})
+    def forward(self: nn.Module, *given: Any) -> Any:
+        return call(self, dict(zip(names, given, strict=True)))
+
     module.__class__ = type(family.__name__, (family,), {"forward": forward})
     inputs = {f"x{i}": leaf.clone() if isinstance(leaf, Tensor) else leaf
               for i, leaf in enumerate(leaves)}  # fmt: skip
-    tracer = _Tracer(inputs)
+    tracer = _Tracer(names, inputs)
     with torch.no_grad(), _nothing_wrapped(), nothing_lost(module, lambda: tracer.running):
         graph = tracer.trace(module)
     for node in reversed(list(graph.nodes)):

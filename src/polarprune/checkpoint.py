@@ -1,7 +1,8 @@
 """Saving and loading small models: safetensors, with the recipe as JSON in its metadata.
 
 A file holds tensors and plain data, nothing that runs. Loading rebuilds the small model from a
-fresh instance of the original class: no tracing, no example, no pickle.
+fresh instance of the original class: no tracing, no example, no pickle. What a file says is checked
+in `untrusted` before anything is built from it.
 """
 
 from __future__ import annotations
@@ -14,13 +15,31 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from .blocks import without_branches, write_down
+from .computed import bake
 from .errors import PruneError
+from .recipe import OTHER_MODEL, RECIPE, Recipe
 from .settings import check_path
-from .surgery import RECIPE, Recipe, apply
+from .stored_graphs import decode, encode
+from .surgery import check_shapes, cut_copy
 from .tape import copied, named_tensors
+from .untrusted import (
+    BLANK,
+    check_aliases,
+    check_code,
+    check_computed,
+    check_recipe,
+    demand,
+    is_intact,
+    parsed,
+    recipe_of,
+    same_kind,
+    signed,
+)
 
 _KEY = "polarprune"
-_VERSION = 1
+_VERSION = 2
+_PARTS = {"version", "recipe", "aliases", "card"}  # and, since version 2, "sha256"
 
 
 def save(model: nn.Module, path: str | Path, *, card: dict[str, Any] | None = None) -> None:
@@ -47,10 +66,13 @@ def save(model: nn.Module, path: str | Path, *, card: dict[str, Any] | None = No
         else:
             seen[place] = name
             tensors[name] = tensor.detach().contiguous().clone()
-    content = {"version": _VERSION, "recipe": recipe, "aliases": aliases, "card": card or {}}
+    content = {"version": _VERSION, "sha256": BLANK, "recipe": recipe, "aliases": aliases,
+               "card": card or {}}  # fmt: skip
     try:
-        write_tensors(tensors, Path(path), {_KEY: json.dumps(content)})
-    except (OSError, TypeError, KeyError, ValueError, SafetensorError) as error:
+        text = json.dumps(content, allow_nan=False)
+        parsed(text)  # what is saved can be loaded
+        write_tensors(tensors, Path(path), {_KEY: signed(text, tensors)})
+    except (OSError, TypeError, KeyError, ValueError, SafetensorError, PruneError) as error:
         raise PruneError(f"save: {path} cannot be written: {error!r}.") from error
 
 
@@ -71,23 +93,55 @@ def write_tensors(
 
 
 def load(path: str | Path, *, model: nn.Module) -> nn.Module:
-    """The saved small model, built on `model`: a fresh instance of the original class."""
+    """The saved small model, built on `model`: a fresh instance of the original class.
+
+    The file is checked against the model; nothing in it is run, and the model is not changed.
+    """
     check_path("load", path)
     if not isinstance(model, nn.Module):
         raise PruneError(f"load: model={model!r}; give an instance, as model=Net().")
-    recipe, aliases = _read(_content(path), path)
+    if any(tensor.is_meta for _, tensor in named_tensors(model)):
+        raise PruneError("load: the model is on the meta device; give one that holds its weights.")
+    text = _text(path)
+    content, tensors = _content(text, path), _tensors(path)
+    if content["version"] > 1 and not is_intact(text, content["sha256"], tensors):
+        raise PruneError(f"load: {path} is damaged: its checksum is another one. Copy it again.")
     try:
-        small = apply(copied(model), recipe)
-        tensors = load_file(str(path))
-        tensors.update({name: tensors[same] for name, same in aliases.items()})
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+        check_aliases(content["aliases"], tensors)
+        tensors.update({name: tensors[same] for name, same in content["aliases"].items()})
+        small = _built(content, model)
+    except PruneError as error:
+        raise PruneError(f"load: {path} is damaged, or of another model: {error}") from error
+    except Exception as error:  # whatever a file may lead to
         raise _damaged(path, error) from error
+    _fill(small, tensors, path)
+    return small
+
+
+def _built(content: dict[str, Any], model: nn.Module) -> nn.Module:
+    """The small model, with the weights of the one that was given."""
+    data = content["recipe"]
+    recipe = recipe_of(_current(data, model) if content["version"] == 1 else data)
+    check_computed(recipe, model)
+    base = bake(copied(model), recipe.computed) if recipe.computed else model
+    check_shapes(base, recipe.shapes, OTHER_MODEL)
+    check_recipe(recipe, base)
+    small = cut_copy(base, recipe, from_file=True)
+    check_code(recipe, small)
+    return small
+
+
+def _fill(small: nn.Module, tensors: dict[str, Tensor], path: str | Path) -> None:
+    """Put the tensors of the file in place, where they fit."""
     wanted = small.state_dict()
     missing = sorted(set(wanted) - set(tensors), key=list(wanted).index)
     unexpected = [
         name
         for name, tensor in tensors.items()
-        if name not in wanted or wanted[name].shape != tensor.shape
+        if name not in wanted
+        or not isinstance(wanted[name], Tensor)
+        or wanted[name].shape != tensor.shape
+        or not same_kind(tensor.dtype, wanted[name].dtype)
     ]
     if missing or unexpected:
         raise PruneError(
@@ -98,39 +152,75 @@ def load(path: str | Path, *, model: nn.Module) -> nn.Module:
         if name in tensors:
             tensor.data = tensor.data.to(tensors[name].dtype)  # the file decides
     small.load_state_dict(tensors)
-    return small
+
+
+def _current(data: Any, model: nn.Module) -> dict[str, Any]:
+    """A recipe of version 1 as one of version 2.
+
+    Version 1 named the nodes of a block that lost branches, of a graph that torch.fx traces from
+    the class; version 2 holds the graph without the branches, and the names of what went too.
+    """
+    demand(type(data) is dict and type(data.get("rewired")) is dict, "the recipe is malformed")
+    recipe = {**Recipe().to_json(), **data, "rewired": dict(data["rewired"])}
+    vanished = recipe.pop("vanished", None)
+    demand(type(vanished) is dict, "the recipe is malformed")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for path, edits in vanished.items():
+        demand(path in modules and type(edits) is list, f"there is no module {path!r}")
+        code = decode(recipe["rewired"][path]) if path in recipe["rewired"] else None
+        graph = code.graphs["train"] if code else write_down(modules[path])
+        demand(graph is not None, f"{path} is of another class")
+        names = {node.name for node in graph.nodes} if graph else set()
+        for edit in edits:
+            fine = edit in ({"node": edit["node"], how: True} for how in ("vector", "spread"))
+            demand(fine and edit["node"] in names, f"{path} is of another class")
+        code, recipe["removed"][path] = without_branches(modules[path], code, edits)
+        recipe["rewired"][path] = encode(code)
+    return recipe
 
 
 def read_card(path: str | Path) -> dict[str, Any]:
     """What `save(..., card=...)` put beside the model."""
-    card: dict[str, Any] = _content(path).get("card", {})
+    card: dict[str, Any] = _content(_text(path), path)["card"]
     return card
 
 
-def _content(path: str | Path) -> dict[str, Any]:
+def _content(text: str, path: str | Path) -> dict[str, Any]:
+    """The metadata: the parts it has to have, of a version that is known."""
+    try:
+        content = parsed(text)
+        version = content["version"]
+        if type(version) is int and version > _VERSION:
+            raise PruneError("it was written by a newer polarprune; update it")
+        demand(type(version) is int and version >= 1, f"there is no version {version!r}")
+        parts = _PARTS | {"sha256"} if version > 1 else _PARTS
+        demand(content.keys() == parts and type(content["card"]) is dict, "parts are missing")
+        return dict(content)
+    except PruneError as error:
+        raise PruneError(f"load: {path}: {error}.") from error
+    except Exception as error:  # whatever may be in a file
+        raise _damaged(path, error) from error
+
+
+def _text(path: str | Path) -> str:
     if not Path(path).is_file():
         raise PruneError(f"load: there is no file {path}.")
     try:
         with safe_open(str(path), framework="pt") as file:
             text = (file.metadata() or {}).get(_KEY)
-    except SafetensorError as error:
+    except Exception as error:  # SafetensorError, OSError, and what its parser may raise
         raise PruneError(f"load: {path} is not a safetensors file: {error}.") from error
     if text is None:
         raise PruneError(f"load: {path} holds no recipe; it was not written by polarprune.save.")
-    try:
-        content = json.loads(text)
-        if content["version"] > _VERSION:
-            raise PruneError(f"load: {path} was written by a newer polarprune; update it.")
-        return dict(content)
-    except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(path, error) from error
+    return str(text)
 
 
-def _read(content: dict[str, Any], path: str | Path) -> tuple[Recipe, dict[str, str]]:
+def _tensors(path: str | Path) -> dict[str, Tensor]:
     try:
-        return Recipe(**content["recipe"]), content["aliases"]
-    except (ValueError, KeyError, TypeError) as error:
+        tensors: dict[str, Tensor] = load_file(str(path))
+    except Exception as error:  # types that this torch does not have
         raise _damaged(path, error) from error
+    return tensors
 
 
 def _damaged(path: str | Path, error: Exception) -> PruneError:

@@ -20,7 +20,8 @@ from .errors import PruneError
 from .gates import Gate
 from .groups import Graph, Plan, stays
 from .place import place
-from .surgery import RECIPE, Recipe, cut_copy, selected, write_recipe
+from .recipe import RECIPE, Recipe
+from .surgery import cut_copy, selected, write_recipe
 from .tape import copied, named_tensors
 
 
@@ -221,7 +222,7 @@ class _Takeover:
             kept.__class__ = type(new)
             for table in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
                 vars(kept)[table] = vars(new)[table]
-            if path in self.recipe.rewired or path in self.recipe.vanished:
+            if path in self.recipe.rewired:
                 vars(kept).pop("forward", None)  # a method that it chose
             for key in self.recipe.attributes.get(path, {}):
                 vars(kept)[key] = getattr(new, key)

@@ -1,16 +1,12 @@
-"""A module's forward as a graph that can be edited, run, and stored as plain data.
+"""A module's forward as a graph that can be edited and run.
 
-How a graph is made is `capture`'s business. Stored, functions stand by name, from a list of those
-that compute and touch nothing else: a graph from a file becomes code.
+How a graph is made is `capture`'s business, how it is stored that of `stored_graphs`.
 """
 
 from __future__ import annotations
 
-import builtins
 import functools
 import inspect
-import math
-import operator
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,26 +14,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, fx, nn
-from torch.overrides import get_overridable_functions
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from .errors import PruneError
+from .interpret import runner
 
+CODE = "polarprune_code"  # the graph that a forward runs
 PLAIN = (bool, str, float, torch.dtype, torch.device, type(None))
-FACTORIES = {
-    name: getattr(torch, name)
-    for name in ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn",
-                 "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros")
-}  # fmt: skip
 
 
 @dataclass
 class Emission:
     """What a module computes for a call of one form, in train and in eval mode."""
 
-    form: str  # of the arguments, as torch's pytree writes it
+    form: str | None  # of the arguments, as torch's pytree writes it; None: as they are named
     fixed: dict[str, Any]  # arguments that are no tensors: number of the leaf -> value
     graphs: dict[str, fx.Graph]  # "train", "eval"
 
@@ -46,7 +37,9 @@ class Emission:
         for call in spellings(type(module).forward, args, kwargs):
             leaves, form = pytree.tree_flatten(call)
             if pytree.treespec_dumps(form) == self.form and all(
-                type(leaves[int(number)]) is type(value) and leaves[int(number)] == value
+                int(number) < len(leaves)
+                and type(leaves[int(number)]) is type(value)
+                and leaves[int(number)] == value
                 for number, value in self.fixed.items()
             ):
                 return [leaf for i, leaf in enumerate(leaves) if str(i) not in self.fixed]
@@ -60,7 +53,8 @@ class Emission:
         """How many arguments it takes, if these are tensors one after the other."""
         count = sum(node.op == "placeholder" for node in self.graphs["train"].nodes)
         _, form = pytree.tree_flatten(((0,) * count, {}))
-        return count if not self.fixed and pytree.treespec_dumps(form) == self.form else None
+        fits = self.form is None or pytree.treespec_dumps(form) == self.form
+        return count if not self.fixed and fits else None
 
     @property
     def only(self) -> fx.Graph | None:
@@ -195,22 +189,41 @@ def _same(one: Any, other: Any) -> bool:
 # --- running --------------------------------------------------------------------------------------
 
 
-def with_forward(module: nn.Module, emission: Emission) -> nn.Module:
+def with_forward(module: nn.Module, emission: Emission, *, from_file: bool = False) -> nn.Module:
     """The same module, of a subclass of its class that computes what the graphs say."""
-    return with_method(module, forward_of(emission))
+    return with_method(module, forward_of(emission, from_file=from_file))
 
 
-def forward_of(emission: Emission) -> Callable[..., Any]:
-    functions = {mode: compiled(graph) for mode, graph in emission.graphs.items()}
+def forward_of(emission: Emission, *, from_file: bool = False) -> Callable[..., Any]:
+    functions = {mode: runner(g, from_file=from_file) for mode, g in emission.graphs.items()}
     simple = emission.simple
+    leaves = _by_name(emission) if emission.form is None else emission.leaves
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         function = functions["train" if self.training else "eval"]
         if len(args) == simple and not kwargs:  # nothing that torch.compile would stumble on
             return function(self, *args)
-        return function(self, *emission.leaves(self, args, kwargs))
+        return function(self, *leaves(self, args, kwargs))
 
+    if emission.form is None:
+        setattr(forward, CODE, emission.graphs["train"])  # fx could not write it down again
     return forward
+
+
+def _by_name(emission: Emission) -> Callable[..., list[Any]]:
+    """The arguments of the graph, from those of a call: by the names of the placeholders."""
+    inputs = [node for node in emission.graphs["train"].nodes if node.op == "placeholder"]
+    names = [str(node.target) for node in inputs]
+    defaults = {str(node.target): node.args[0] for node in inputs if node.args}
+
+    def leaves(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        twice = [name for name in names[: len(args)] if name in kwargs]
+        if len(args) > len(names) or twice or sorted(given) != sorted(names):
+            raise TypeError(f"{type(module).__name__} takes the arguments {', '.join(names)}")
+        return [given[name] for name in names]
+
+    return leaves
 
 
 def with_method(
@@ -242,197 +255,3 @@ def numbers_in(module: nn.Module) -> dict[str, Any]:
     """Plain values that a module holds, which its code may read."""
     kinds = (bool, int, float, str)
     return {k: v for k, v in vars(module).items() if isinstance(v, kinds) and k != "training"}
-
-
-def compiled(graph: fx.Graph) -> Callable[..., Any]:
-    """The graph as a function of the module and its arguments."""
-    code = graph.python_code("self")
-    space = dict(code.globals)
-    exec(code.src, space)
-    function: Callable[..., Any] = space["forward"]
-    return function
-
-
-# --- functions that occur in graphs ---------------------------------------------------------------
-
-
-def expect_pieces(found: Any, example: int) -> None:
-    expect(len(found), example)
-
-
-def expect(found: Any, example: Any) -> None:
-    """Code branched on a size, or went on with it as a number: another one needs other code."""
-    if found != example:
-        raise PruneError(
-            f"the code of this module was re-emitted for the sizes of the example ({example} in "
-            f"one place, where {found} is found now). Trace with an example of the size in use."
-        )
-
-
-def one_channel(x: Tensor) -> Tensor:
-    """Zeros of the shape of `x` with one channel: many kernels refuse to run on none."""
-    return x.new_zeros(x.shape[0], 1, *x.shape[2:])
-
-
-def no_channel(x: Tensor) -> Tensor:
-    return x[:, :0]
-
-
-# --- storing --------------------------------------------------------------------------------------
-
-
-def encode(emission: Emission) -> dict[str, Any]:
-    """As plain data."""
-    graphs = {mode: encode_graph(graph) for mode, graph in emission.graphs.items()}
-    fixed = {number: _encode(value) for number, value in emission.fixed.items()}
-    return {"form": emission.form, "fixed": fixed, **graphs}
-
-
-def decode(data: dict[str, Any]) -> Emission:
-    try:
-        graphs = {mode: _decode_graph(data[mode]) for mode in ("train", "eval")}
-        fixed = {number: _decode(value, {}) for number, value in data["fixed"].items()}
-        return Emission(data["form"], fixed, graphs)
-    except PruneError:
-        raise
-    except Exception as error:  # whatever may be in a file
-        raise PruneError(f"stored code is damaged: {error!r}. Nothing was loaded.") from error
-
-
-def encode_graph(graph: fx.Graph) -> list[Any]:
-    return [
-        [node.name, node.op, _name_of(node), _encode(node.args), _encode(dict(node.kwargs))]
-        for node in graph.nodes
-    ]
-
-
-def _decode_graph(data: list[Any]) -> fx.Graph:
-    graph, nodes = fx.Graph(), dict[str, fx.Node]()
-    for name, kind, target, args, kwargs in data:
-        _check_words(name, kind, target, args, kwargs)
-        nodes[name] = graph.create_node(
-            kind,
-            function_named(target) if kind == "call_function" else target,
-            tuple(_decode(args, nodes)),
-            _decode(kwargs, nodes),
-            name,
-        )
-    return graph
-
-
-def _check_words(name: str, kind: str, target: str, args: Any, kwargs: Any) -> None:
-    """A graph from a file becomes code: names must be names, methods those of tensors."""
-    words = [name, *target.split("."), *kwargs["dict"]]
-    if kind == "call_function" and target == "builtins.getattr":
-        words.append(args["tuple"][1])
-    method = kind != "call_method" or (hasattr(Tensor, target) and target[0] != "_")
-    kinds = ("placeholder", "get_attr", "call_module", "call_method", "call_function", "output")
-    if not (kind in kinds and method) or not all(
-        isinstance(word, str) and f"_{word}".isidentifier() and not word.startswith("__")
-        for word in words
-    ):
-        raise PruneError(f"the file holds code that is not understood ({name}): not loaded.")
-
-
-_SPACES: dict[str, Any] = {
-    "torch": torch, "F": F, "nn": torch._C._nn, "Tensor": Tensor, "linalg": torch.linalg,
-    "fft": torch.fft, "special": torch.special,
-}  # fmt: skip
-_OPERATORS = (
-    "abs add and_ eq floordiv ge getitem gt iadd iand ifloordiv imatmul imod imul index inv invert "
-    "ior ipow isub itruediv ixor le lt matmul mod mul ne neg not_ or_ pos pow setitem sub truediv "
-    "xor"
-)
-_OTHERS = {
-    "builtins.getattr": builtins.getattr,
-    "polarprune.one_channel": one_channel,
-    "polarprune.no_channel": no_channel,
-    "polarprune.expect": expect,
-    "polarprune.expect_pieces": expect_pieces,
-    **{f"operator.{name}": getattr(operator, name) for name in _OPERATORS.split()},
-}
-
-
-def _known_functions() -> dict[str, Any]:
-    """Functions that may occur in a stored graph: they compute, and touch no file."""
-    allowed = {f for group in get_overridable_functions().values() for f in group}
-    allowed |= set(FACTORIES.values())
-    found = dict(_OTHERS)
-    for space, home in _SPACES.items():
-        for name in dir(home):
-            function = getattr(home, name, None)
-            try:
-                if callable(function) and function in allowed:
-                    found[f"{space}.{name}"] = function
-            except TypeError:
-                continue
-    return found
-
-
-_FUNCTIONS = _known_functions()
-_NAMES = {id(function): name for name, function in _FUNCTIONS.items()}
-
-
-def function_named(name: str) -> Any:
-    if name not in _FUNCTIONS:
-        raise PruneError(f"the file asks for a function {name!r} that is not known: not loaded.")
-    return _FUNCTIONS[name]
-
-
-def _name_of(node: fx.Node) -> str:
-    if node.op != "call_function":
-        return str(node.target)
-    if id(node.target) not in _NAMES:
-        raise PruneError(f"{node.target} cannot be stored by name")
-    return _NAMES[id(node.target)]
-
-
-_KINDS = {"dtype": torch.dtype, "memory_format": torch.memory_format, "layout": torch.layout}
-
-
-def _encode(value: Any) -> Any:
-    if isinstance(value, fx.Node):
-        return {"node": value.name}
-    if isinstance(value, (tuple, list)):
-        return {type(value).__name__: [_encode(item) for item in value]}
-    if isinstance(value, dict):
-        return {"dict": {str(key): _encode(item) for key, item in value.items()}}
-    if isinstance(value, slice):
-        return {"slice": [_encode(item) for item in (value.start, value.stop, value.step)]}
-    if value is Ellipsis:
-        return {"ellipsis": True}
-    if isinstance(value, torch.device):
-        return {"device": str(value)}
-    for kind, family in _KINDS.items():
-        if isinstance(value, family):
-            return {kind: str(value).removeprefix("torch.")}
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"float": str(value)}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise PruneError(f"{value!r} cannot be stored")
-
-
-def _decode(data: Any, nodes: dict[str, fx.Node]) -> Any:
-    if not isinstance(data, dict):
-        return data
-    ((kind, held),) = data.items()
-    if kind == "node":
-        return nodes[held]
-    if kind in ("tuple", "list", "immutable_list"):
-        items = [_decode(item, nodes) for item in held]
-        return tuple(items) if kind == "tuple" else items
-    if kind == "dict":
-        return {key: _decode(item, nodes) for key, item in held.items()}
-    if kind == "slice":
-        return slice(*[_decode(item, nodes) for item in held])
-    if kind == "ellipsis":
-        return Ellipsis
-    if kind == "device":
-        return torch.device(held)
-    if kind == "float":
-        return float(held)
-    found = getattr(torch, held, None)
-    if not isinstance(found, _KINDS.get(kind, ())):
-        raise PruneError(f"the file holds a {kind} {held!r} that is not known: not loaded.")
-    return found

@@ -23,7 +23,9 @@ from torch.nn.utils import parametrize
 
 from .capture import captured
 from .computed import bake, baked, computed
-from .emit import Emission, compiled, decode, encode, forward_of, with_method
+from .emit import Emission, forward_of, with_method
+from .interpret import runner
+from .stored_graphs import decode, encode
 from .tape import Example, copied
 
 _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
@@ -57,7 +59,7 @@ class Computes(nn.Module):
     def __init__(self, layer: nn.Module, how: Inline) -> None:
         super().__init__()
         vars(self)["layer"] = layer  # which holds this one: no child of it
-        self.leaf, self.names, self.function = how.leaf, how.names, compiled(how.graph)
+        self.leaf, self.names, self.function = how.leaf, how.names, runner(how.graph)
         self.unread = how.unread
 
     def forward(self, weight: Tensor) -> Tensor:
@@ -200,7 +202,7 @@ def _place(layer: nn.Module, names: list[str], how: fx.Graph) -> str | None:
     """A parameter that has the shape of the weight; the same numbers must come out twice."""
     tensors = _own(layer)
     with torch.no_grad():
-        one, two = (compiled(how)(None, *(tensors[name] for name in names)) for _ in range(2))
+        one, two = (runner(how)(None, *(tensors[name] for name in names)) for _ in range(2))
     if not isinstance(one, Tensor) or one.dim() < 2 or not torch.equal(one, two):
         return None
     fits = [

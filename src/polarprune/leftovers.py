@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import conv
 
-from .emit import no_channel, one_channel
+from .interpret import no_channel, one_channel
 
 
 class Constant(nn.Module):

@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from .emit import Emission, decode, encode, expect, no_channel, one_channel
+from .emit import Emission
 from .groups import Graph, stays
+from .interpret import expect, no_channel, one_channel
+from .stored_graphs import decode, encode
 from .tape import Mark, Tape, Value
 
 

@@ -8,51 +8,33 @@ rebuilt from its original class without tracing it again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import batchnorm, conv, instancenorm, padding, pooling
+from torch.nn.modules import instancenorm
 
 from .attention import Attention
-from .blocks import Edit, owner_of, take_out, vanishing, write_down
+from .blocks import owner_of, vanishing, without_branches
 from .computed import bake, is_gated, parametrized
-from .emit import compiled, decode, encode, with_forward, with_method
+from .emit import with_forward
 from .errors import PruneError
 from .groups import Graph, Plan, module_of, stays
 from .inline import all_baked, expose
 from .leftovers import Constant, Hollow
 from .norms import Fixed, unweigh, weigh, weight_of
+from .recipe import (
+    OTHER_MODEL,
+    RECIPE,
+    SPATIAL,
+    Recipe,
+    describe_bare_norm,
+    describe_modules,
+)
 from .rewire import rewiring
 from .settings import check_graph
+from .stored_graphs import decode, encode
 from .tape import Op, copied, named_tensors
-
-RECIPE = "polarprune_recipe"
-OTHER_MODEL = (
-    "The recipe belongs to another model; give a fresh instance of the class and settings that "
-    "were pruned."
-)
-
-
-@dataclass
-class Recipe:
-    """Everything that has to be done to a model of the original class."""
-
-    shapes: dict[str, list[int]] = field(default_factory=dict)  # of the tensors, before
-    slices: dict[str, dict[str, list[int]]] = field(default_factory=dict)  # tensor -> axis -> kept
-    attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    constants: list[str] = field(default_factory=list)  # layers with nothing to read or to make
-    identities: list[str] = field(default_factory=list)  # norms and the like over no channels
-    hollow: list[str] = field(default_factory=list)  # pools and the like over no channels
-    heads: dict[str, list[int]] = field(default_factory=dict)  # of attention that lost some
-    rewired: dict[str, Any] = field(default_factory=dict)  # code that bakes in widths, re-emitted
-    vanished: dict[str, list[Edit]] = field(default_factory=dict)  # blocks with closed branches
-    computed: list[str] = field(default_factory=list)  # weights that become plain ones
-    unread: list[str] = field(default_factory=list)  # what they were computed from
-
-    def to_json(self) -> dict[str, Any]:
-        return dict(vars(self))
 
 
 def shrink(model: nn.Module, graph: Graph, plan: Plan) -> nn.Module:
@@ -76,7 +58,7 @@ def shrink(model: nn.Module, graph: Graph, plan: Plan) -> nn.Module:
 
 
 def write_recipe(model: nn.Module, graph: Graph, plan: Plan) -> Recipe:
-    """All decisions; `apply` has none left."""
+    """All decisions; `cut_copy` has none left."""
     check_shapes(model, graph.shapes, "The graph belongs to another model; trace this one.")
     alive = graph.settle(graph.alive(plan))
     recipe = Recipe(computed=list(graph.computed))
@@ -89,19 +71,16 @@ def write_recipe(model: nn.Module, graph: Graph, plan: Plan) -> Recipe:
                 recipe.shapes[name] = list(tensor.shape)
                 recipe.slices.setdefault(name, {})[str(axis)] = known[id(units)]
     modules = dict(model.named_modules(remove_duplicate=False))
-    first = _first_names(modules)
-    tied = [name for name, other in first.items() if other in recipe.slices]
-    for path in dict.fromkeys(module_of(name) for name in (*recipe.slices, *tied)):
-        _describe(path, modules[path], recipe, first)
+    describe_modules(modules, recipe)
     recipe.constants = [path for path in recipe.constants if graph.ops_in(path)]  # called, not read
     for path, places in graph.numbers.items():
         sizes = {name: graph.width(path, place, alive) for name, place in places.items()}
         recipe.attributes.setdefault(path, {}).update(sizes)
     for path, module in modules.items():
-        if isinstance(module, _SPATIAL) and _meets_nothing(path, graph, alive):
+        if isinstance(module, SPATIAL) and _meets_nothing(path, graph, alive):
             recipe.hollow.append(path)
         elif isinstance(module, (nn.GroupNorm, instancenorm._InstanceNorm)) and not module.affine:
-            _describe_bare_norm(path, module, _incoming(path, graph, alive), recipe)
+            describe_bare_norm(path, module, _incoming(path, graph, alive), recipe)
         elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and path in graph.weights:
             shape = _normalised(module, graph.ops_in(path), graph, alive)
             recipe.attributes.setdefault(path, {})["normalized_shape"] = shape
@@ -121,59 +100,21 @@ def write_recipe(model: nn.Module, graph: Graph, plan: Plan) -> Recipe:
     return recipe
 
 
-def _first_names(modules: dict[str, nn.Module]) -> dict[str, str]:
-    """Of tensors that several modules hold: the name by which they are known."""
-    names: dict[int, list[str]] = {}
-    for tables in ("_parameters", "_buffers"):
-        for path, module in modules.items():
-            for leaf, tensor in getattr(module, tables).items():
-                if tensor is not None:
-                    names.setdefault(id(tensor), []).append(f"{path}.{leaf}" if path else leaf)
-    return {name: mine[0] for mine in names.values() for name in mine[1:]}
-
-
 def _take_out_blocks(modules: dict[str, nn.Module], graph: Graph, recipe: Recipe) -> None:
     silent = {path for path in recipe.constants if _makes_something(path, recipe)}
     for path in dict.fromkeys(owner_of(layer, modules) for layer in sorted(silent)):
         edits = vanishing(path, modules[path], graph, silent)
         if edits:
-            recipe.vanished[path] = edits
+            code = None
             if path in graph.rewired:  # whether or not a number in it changes
-                recipe.rewired.setdefault(path, encode(graph.rewired[path]))
+                code = decode(recipe.rewired.get(path, encode(graph.rewired[path])))
+            code, recipe.removed[path] = without_branches(modules[path], code, edits)
+            recipe.rewired[path] = encode(code)
 
 
 def _makes_something(path: str, recipe: Recipe) -> bool:
     made = recipe.attributes[path]
     return bool(made.get("out_channels", made.get("out_features")))
-
-
-_SPATIAL = (
-    pooling._MaxPoolNd,
-    pooling._AvgPoolNd,
-    nn.Upsample,
-    padding._ReflectionPadNd,
-    padding._ReplicationPadNd,
-)
-_NORMS = (batchnorm._BatchNorm, instancenorm._InstanceNorm, nn.GroupNorm, nn.PReLU)
-
-
-def _describe(path: str, module: nn.Module, recipe: Recipe, first: dict[str, str]) -> None:
-    """Attributes of the modules that torch has; others read the sizes of their tensors."""
-    if isinstance(module, nn.MultiheadAttention):
-        rows = _kept_rows(path, module, recipe)
-        recipe.heads[path] = list(dict.fromkeys(row // module.head_dim for row in rows))
-        return
-    changed = recipe.attributes.setdefault(path, {})
-    for attribute, size in _sizes(path, module, recipe, first).items():
-        changed[attribute] = size
-        if size == 0 and isinstance(module, (conv._ConvNd, nn.Linear)):
-            recipe.constants.append(path)
-        elif size == 0 and isinstance(module, _NORMS):
-            recipe.identities.append(path)
-    recipe.constants = list(dict.fromkeys(recipe.constants))
-    recipe.identities = list(dict.fromkeys(recipe.identities))
-    if not changed:
-        del recipe.attributes[path]
 
 
 def _normalised(
@@ -197,81 +138,6 @@ def _unflattened(path: str, module: nn.Unflatten, graph: Graph, alive: Tensor) -
     return [-1 if old == -1 else new for old, new in zip(given, left, strict=True)]
 
 
-def _kept_rows(path: str, module: nn.MultiheadAttention, recipe: Recipe) -> list[int]:
-    """Which channels of the queries are left."""
-    name = f"{path}.in_proj_weight" if module._qkv_same_embed_dim else f"{path}.q_proj_weight"
-    rows = recipe.slices.get(name, {}).get("0", range(module.embed_dim))
-    return [row for row in rows if row < module.embed_dim]
-
-
-def _describe_bare_norm(path: str, module: nn.Module, width: int | None, recipe: Recipe) -> None:
-    """A norm that has no parameters still counts its channels."""
-    if width is None:
-        return
-    if isinstance(module, nn.GroupNorm):
-        groups = width * module.num_groups // module.num_channels
-        recipe.attributes[path] = {"num_channels": width, "num_groups": groups}
-    else:
-        recipe.attributes[path] = {"num_features": width}
-    if width == 0 and path not in recipe.identities:
-        recipe.identities.append(path)
-
-
-def _sizes(path: str, module: nn.Module, recipe: Recipe, first: dict[str, str]) -> dict[str, Any]:
-    """New values of the attributes that hold widths."""
-
-    def kept(tensor: str, axis: int, before: int) -> list[int]:
-        stem = f"{path}.{tensor}" if path else tensor
-        name = first.get(stem, stem)
-        return recipe.slices.get(name, {}).get(str(axis), list(range(before)))
-
-    def now(tensor: str, axis: int, before: int) -> int:
-        return len(kept(tensor, axis, before))
-
-    if isinstance(module, conv._ConvNd):
-        lead, rest = "out_channels", "in_channels"
-        if isinstance(module, conv._ConvTransposeNd):
-            lead, rest = rest, lead
-        before, groups = getattr(module, lead), module.groups
-        leading = kept("weight", 0, before)
-        per_group = now("weight", 1, getattr(module, rest) // groups)
-        if groups > 1:
-            groups = _groups(groups, before // groups, leading)
-        return {lead: len(leading), rest: per_group * groups, "groups": groups}
-    if isinstance(module, nn.Linear):
-        return {
-            "out_features": now("weight", 0, module.out_features),
-            "in_features": now("weight", 1, module.in_features),
-        }
-    if isinstance(module, nn.GroupNorm):
-        size = now("weight", 0, module.num_channels)
-        per_group = module.num_channels // module.num_groups
-        return {"num_channels": size, "num_groups": max(1, size // per_group) if size else 0}
-    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
-        sizes = tuple(
-            now("weight", axis, size) for axis, size in enumerate(module.normalized_shape)
-        )
-        return {"normalized_shape": sizes}
-    if isinstance(module, (batchnorm._BatchNorm, instancenorm._InstanceNorm)):
-        tensor = "weight" if module.affine else "running_mean"
-        return {"num_features": now(tensor, 0, module.num_features)}
-    if isinstance(module, nn.PReLU):
-        return {"num_parameters": now("weight", 0, module.num_parameters)}
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        return {"embedding_dim": now("weight", 1, module.embedding_dim)}
-    return {}
-
-
-def _groups(groups: int, width: int, kept: list[int]) -> int:
-    """How many convolution groups are left: whole ones go, or the same columns of each."""
-    left = set(kept)
-    whole = all(
-        len({index in left for index in range(g * width, (g + 1) * width)}) == 1
-        for g in range(groups)
-    )
-    return len(kept) // width if whole else groups
-
-
 def _meets_nothing(path: str, graph: Graph, alive: Tensor) -> bool:
     """True if, in one of its calls, all that this module puts out are channels that go."""
     for value in (out for op in graph.ops_in(path) for out in op.outs):
@@ -291,23 +157,10 @@ def _incoming(path: str, graph: Graph, alive: Tensor) -> int | None:
     return None
 
 
-def apply(model: nn.Module, recipe: Recipe) -> nn.Module:
-    """Carry out a recipe on this model, in place."""
-    bake(model, recipe.computed)
-    check_shapes(model, recipe.shapes, OTHER_MODEL)
-    replaced = _pieces(model, recipe)
-    for module in model.modules():
-        for table in (module._parameters, module._buffers):
-            for key, tensor in table.items():
-                if tensor is not None and id(tensor) in replaced:
-                    table[key] = replaced[id(tensor)]  # type: ignore[assignment]
-    return _reform(model, recipe)
-
-
-def cut_copy(model: nn.Module, recipe: Recipe) -> nn.Module:
+def cut_copy(model: nn.Module, recipe: Recipe, *, from_file: bool = False) -> nn.Module:
     """A smaller copy of a model."""
     check_shapes(model, recipe.shapes, OTHER_MODEL)
-    return _reform(copied(model, dict(_pieces(model, recipe))), recipe)
+    return _reform(copied(model, dict(_pieces(model, recipe))), recipe, from_file=from_file)
 
 
 def mock_copy(model: nn.Module, recipe: Recipe, *, values: bool) -> nn.Module:
@@ -327,7 +180,7 @@ def _pieces(
     return {id(tensors[name]): cut(tensors[name], axes) for name, axes in recipe.slices.items()}
 
 
-def _reform(model: nn.Module, recipe: Recipe) -> nn.Module:
+def _reform(model: nn.Module, recipe: Recipe, *, from_file: bool = False) -> nn.Module:
     """Everything in a recipe but the slices, in place."""
     unweigh(model)
     for name in recipe.unread:
@@ -342,8 +195,13 @@ def _reform(model: nn.Module, recipe: Recipe) -> nn.Module:
     _replace(model, recipe.constants, lambda old, _: Constant(old))
     _replace(model, recipe.identities, lambda *_: nn.Identity())
     _replace(model, recipe.hollow, lambda old, _: Hollow(old))
-    for path in sorted({*recipe.rewired, *recipe.vanished}, reverse=True):  # the root comes last
-        _remake(model.get_submodule(path), recipe.rewired.get(path), recipe.vanished.get(path, []))
+    for path in sorted(recipe.rewired, reverse=True):  # the root comes last
+        module = with_forward(
+            model.get_submodule(path), decode(recipe.rewired[path]), from_file=from_file
+        )
+        for child in recipe.removed.get(path, []):
+            parent, _, name = child.rpartition(".")
+            delattr(module.get_submodule(parent), name)
     _leave_fused_path(model)
     setattr(model, RECIPE, recipe.to_json())
     return model
@@ -362,22 +220,6 @@ def _leave_fused_path(model: nn.Module) -> None:
             layers = [x for x in module.layers if isinstance(x, nn.TransformerEncoderLayer)]
             if not all(layer.activation_relu_or_gelu for layer in layers):
                 module.use_nested_tensor = False
-
-
-def _remake(module: nn.Module, graphs: dict[str, Any] | None, edits: list[Edit]) -> None:
-    """Give a module a forward with other numbers, and without branches that are closed."""
-    if graphs is None:
-        graph = write_down(module)
-        assert graph is not None, "written into the recipe, so it can be written as a graph"
-        gone = take_out(graph, edits)
-        with_method(module, compiled(graph))
-    else:
-        emission = decode(graphs)
-        gone = set().union(*(take_out(graph, edits) for graph in emission.graphs.values()))
-        with_forward(module, emission)
-    for path in gone:
-        parent, _, name = path.rpartition(".")
-        delattr(module.get_submodule(parent), name)
 
 
 def check_shapes(model: nn.Module, shapes: Mapping[str, Sequence[int]], remedy: str) -> None:

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from .errors import PruneError
 from .groups import Graph, Plan
 from .proof import StaysDouble, in_double, prove_equal
+from .recipe import Recipe
 from .recorder import attempt, record
 from .rewire import padding
-from .surgery import Recipe, cut_copy, fold, mock_copy, write_recipe
+from .surgery import cut_copy, fold, mock_copy, write_recipe
 from .tape import Example, Op, Tape, Value, copied
 
 _TOLERANCE = 1e-8  # in float64, where a right cut differs by 1e-15 and a wrong one by 1e-3
@@ -158,7 +159,7 @@ def _shake(model: nn.Module) -> None:
 
 def _replaced(recipe: Recipe) -> Callable[[str], bool]:
     """True for modules whose operations are not compared: they are another module now."""
-    paths = {*recipe.constants, *recipe.identities, *recipe.hollow, *recipe.heads, *recipe.vanished}
+    paths = {*recipe.constants, *recipe.identities, *recipe.hollow, *recipe.heads, *recipe.removed}
 
     @cache
     def skipped(module: str) -> bool:

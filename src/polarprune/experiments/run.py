@@ -19,7 +19,7 @@ from ..bench import environment
 from ..checkpoint import load, read_card, save, write_tensors
 from ..errors import PruneError
 from ..pruner import Pruner
-from ..surgery import RECIPE
+from ..recipe import RECIPE
 from .imagenet import from_torchvision
 from .networks import BACKBONES, NETWORKS
 from .processes import place, wait_for_all

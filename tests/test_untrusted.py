@@ -1,0 +1,584 @@
+"""Files from anywhere: `load` refuses what `save` would not write for this model."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import gc
+import json
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+from torch import Tensor, fx, nn
+
+import attack
+import forgeries
+import polarprune as pp
+from forgeries import NETWORKS, Victim, node, of_version_1, victim
+from polarprune import allowed_calls, checkpoint, interpret, stored_graphs, untrusted
+
+SOURCES = Path(pp.__file__).parent
+
+
+@pytest.fixture(scope="module")
+def victims(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Victim]:
+    return {name: victim(name, tmp_path_factory.mktemp("files")) for name in NETWORKS}
+
+
+def opened(one: Victim, data: bytes, folder: Path, model: nn.Module | None = None) -> nn.Module:
+    file = folder / "some.safetensors"
+    file.write_bytes(data)
+    return pp.load(file, model=model or one.make()).eval()
+
+
+def refused(one: Victim, data: bytes, folder: Path, wording: str = "") -> None:
+    with pytest.raises(pp.PruneError) as error:
+        opened(one, data, folder)
+    assert wording in str(error.value)
+
+
+def forged(one: Victim, change: Callable[[dict[str, Any]], Any]) -> bytes:
+    """The file with another recipe, and the checksum that fits."""
+    content = copy.deepcopy(one.content)
+    change(content["recipe"])
+    return one.signed(json.dumps(content))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_file_as_it_was_written_is_the_same_model(
+    name: str, victims: dict[str, Victim], tmp_path: Path
+) -> None:
+    one = victims[name]
+    for data in (one.data, one.signed(json.dumps(one.content))):
+        assert torch.equal(opened(one, data, tmp_path)(one.x), one.wanted)
+
+
+# --------------------------------------------------------------------------------------------------
+# nothing in a file becomes code
+
+
+def test_the_library_makes_no_code_of_text() -> None:
+    for file in SOURCES.glob("*.py"):
+        names = {n.id for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Name)}
+        assert not names & {"exec", "eval", "compile", "__import__"}, file.name
+
+
+def with_nodes(one: Victim, added: list[list[Any]]) -> bytes:
+    """The stored code with nodes before its output; `x` stands for its input."""
+
+    def change(recipe: dict[str, Any]) -> None:
+        for code in recipe["rewired"].values():
+            for mode in ("train", "eval"):
+                source = {"node": code[mode][0][0]}
+                text = json.dumps(added).replace('{"node": "x"}', json.dumps(source))
+                code[mode][-1:-1] = json.loads(text)
+
+    return forged(one, change)
+
+
+X = {"node": "x"}
+EXPLOITS = {
+    "from numpy to the shell": [
+        node("a", "call_method", "detach", [X]), node("b", "call_method", "numpy", [{"node": "a"}]),
+        node("c", "call_function", "builtins.getattr", [{"node": "b"}, "ctypes"]),
+        node("d", "call_function", "builtins.getattr", [{"node": "c"}, "_ctypes"]),
+        node("e", "call_function", "builtins.getattr", [{"node": "d"}, "_os"]),
+        node("f", "call_method", "system", [{"node": "e"}, "true"]),
+    ],
+    "a callable among the modules": [
+        node("a", "get_attr", "_modules", []),
+        node("b", "call_function", "operator.setitem", [{"node": "a"}, "evil", X]),
+        node("c", "call_module", "evil", [X]),
+    ],
+    "underscores that Python normalises": [
+        node("a", "get_attr", "_\uff3finit_\uff3f._\uff3fglobals_\uff3f", []),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPLOITS)
+def test_known_ways_to_a_shell_are_refused(
+    name: str, victims: dict[str, Victim], tmp_path: Path
+) -> None:
+    refused(victims["re-emitted code"], with_nodes(victims["re-emitted code"], EXPLOITS[name]),
+            tmp_path)  # fmt: skip
+
+
+HOSTILE = [
+    *(node("h", "call_method", name, [X]) for name in forgeries.METHODS.split()),
+    *(node("h", "call_function", name, [X]) for name in forgeries.FUNCTIONS.split()),
+    *(node("h", "call_function", "builtins.getattr", [X, name])
+      for name in forgeries.ATTRIBUTES.split()),
+    *(node("h", kind, name, []) for kind in ("get_attr", "call_module")
+      for name in forgeries.PATHS.split()),
+    *(node("h", kind, "x", []) for kind in ("root", "exec", "placeholder", "output", "", "call")),
+    *(node(name, "call_method", "relu", [X])
+      for name in ("", "1", "a b", "a\nb", "__a", "\uff41", "_\uff3fa", "a" * 300, "a.b")),
+    *(node("h", "call_method", "add", [X, 1], **{name: 1})
+      for name in ("out", "__class__", "a b", "_x", "\uff41")),
+    *(node("h", "call_method", "to", [X, {"device": name}])
+      for name in ("fpga", "cuda:", "cuda:9999", "meta\n", "\uff43pu", "privateuseone", "")),
+    *(node("h", "call_method", "to", [X, {kind: name}])
+      for kind in ("dtype", "layout", "memory_format", "float", "lambda")
+      for name in ("load", "__loader__", "float32 ", "1e999")),
+    *(node("h", "call_method", "add", [X, value])
+      for value in (2**63, -(2**64), {"node": "h"}, {"node": "y"}, {"node": 3}, {}, [1], "\u00e4",
+                    "a" * 5000, {"slice": [1]}, {"tuple": 1}, {"a": 1, "b": 2})),
+    node("h", "call_method", "relu", ["x"]), node("h", "call_method", "relu", []),
+    node("h", "call_function", "builtins.getattr", [X]),
+    node("h", "call_function", "builtins.getattr", [X, X]),
+    node("h", "call_function", "builtins.getattr", ["x", "shape"]),
+    node("h", "call_function", "builtins.getattr", [X, "shape", 1]),
+    node("h", "call_function", "torch.zeros", [10**12]),
+    node("h", "call_function", "torch.zeros", [2**20, 2**20]),
+    node("h", "call_function", "torch.full", [{"tuple": [2**14, 2**14]}, 0]),
+    node("h", "call_function", "torch.arange", [0, 1e12, 1]),
+    node("h", "call_function", "torch.linspace", [0, 1, 2**40]),
+    node("h", "call_function", "torch.eye", [2**20]),
+    node("h", "call_method", "new_zeros", [X, 2**40]),
+    node("h", "call_method", "expand", [X, 2**40, 2, 3, 6, 6]),
+    node("h", "call_method", "repeat", [X, 2**40, 1, 1, 1]),
+    node("h", "call_function", "F.pad", [X, {"tuple": [2**40, 0]}]),
+    node("h", "call_function", "F.interpolate", [X, 2**40]),
+    node("h", "call_function", "F.one_hot", [X, 2**40]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("one", HOSTILE, ids=lambda one: str(one).encode("unicode_escape")[:60])
+def test_a_node_outside_the_closed_set_is_refused(
+    one: Any, victims: dict[str, Victim], tmp_path: Path
+) -> None:
+    baked = victims["re-emitted code"]
+    refused(baked, with_nodes(baked, [one]), tmp_path)
+
+
+def test_what_is_allowed_takes_no_functions_files_or_memory() -> None:
+    hostile = {*forgeries.METHODS.split(), "data_ptr", "storage", "numpy", "set_", "eval", "exec"}
+    assert not allowed_calls.METHODS & hostile
+    assert not allowed_calls.ATTRIBUTES & {*forgeries.ATTRIBUTES.split(), "grad", "grad_fn"}
+    assert not allowed_calls.FUNCTIONS.keys() & {*forgeries.FUNCTIONS.split()}
+    assert all(hasattr(Tensor, name) for name in allowed_calls.METHODS)
+    for name in (*allowed_calls.METHODS, *allowed_calls.FUNCTIONS):
+        assert not name.split(".")[-1].startswith("_")
+
+
+def run(*nodes: list[Any], x: Any = None) -> Any:
+    """A graph of one input, from its plain data."""
+    graph = [node("x", "placeholder", "x", []), *nodes,
+             node("output", "output", "output", [{"node": nodes[-1][0]}])]  # fmt: skip
+    code = stored_graphs.decode({"form": None, "fixed": {}, "train": graph, "eval": graph})
+    return interpret.runner(code.graphs["eval"], from_file=True)(None, x)
+
+
+def test_items_are_written_into_tensors_only() -> None:
+    write = node("a", "call_function", "operator.setitem", [X, 0, 5.0])
+    x = torch.zeros(3)
+    run(write, x=x)
+    assert x[0] == 5
+    for other in ([0, 1], {0: 1}, nn.Module().__dict__):
+        with pytest.raises(pp.PruneError, match="no tensor"):
+            run(write, x=other)
+
+
+def test_attributes_are_read_from_tensors_and_are_no_methods() -> None:
+    assert run(node("a", "call_function", "builtins.getattr", [X, "shape"]), x=torch.ones(2)) == (
+        2,
+    )
+    for other in (nn.Linear(1, 1), print, object()):
+        with pytest.raises(pp.PruneError, match="no tensor"):
+            run(node("a", "call_function", "builtins.getattr", [X, "shape"]), x=other)
+        with pytest.raises(pp.PruneError, match="no tensor"):
+            run(node("a", "call_method", "to", [X, "cpu"]), x=other)
+    with pytest.raises(pp.PruneError, match="is a method"):
+        run(node("a", "call_function", "builtins.getattr", [X, "type"]), x=torch.ones(2))
+
+
+def sized(target: str, *args: Any, kind: str = "call_function") -> list[list[Any]]:
+    """A call whose size comes from a number that the graph computes."""
+    number = [node("n", "call_method", "numel", [X]),
+              node("m", "call_function", "operator.mul", [{"node": "n"}, 2**38])]  # fmt: skip
+    return [*number, node("h", kind, target, list(args))]
+
+
+M = {"node": "m"}
+GROWING = {
+    "zeros": sized("torch.zeros", M), "ones in two axes": sized("torch.ones", 2**19, M),
+    "full": sized("torch.full", {"tuple": [M]}, 1.0), "arange": sized("torch.arange", M),
+    "eye": sized("torch.eye", M), "linspace": sized("torch.linspace", 0, 1, M),
+    "randint": sized("torch.randint", 0, 9, {"tuple": [M]}),
+    "tile": sized("torch.tile", X, {"tuple": [M]}),
+    "new_zeros": sized("new_zeros", X, M, kind="call_method"),
+    "expand": sized("expand", X, M, -1, kind="call_method"),
+    "repeat": sized("repeat", X, M, 1, kind="call_method"),
+    "repeat_interleave": sized("repeat_interleave", X, M, kind="call_method"),
+    "pad": sized("F.pad", X, {"tuple": [M, 0]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_a_size_out_of_proportion_is_refused_before_it_is_allocated(name: str) -> None:
+    with pytest.raises(pp.PruneError, match="asks for"):
+        run(*GROWING[name], x=torch.ones(2))
+
+
+def test_sizes_in_proportion_pass() -> None:
+    x = torch.randn(2, 3, 4, 4)
+    calls = [
+        node("h", "call_function", "F.pad", [X, {"tuple": [500, 500, 500, 500]}]),
+        node("h", "call_function", "F.interpolate", [X, {"tuple": [64, 64]}]),
+        node("h", "call_function", "F.interpolate", [X, None, 2.0]),
+        node("h", "call_method", "expand", [X, -1, -1, -1, 4]),
+        node("h", "call_method", "repeat", [X, 4, 1, 1, 1]),
+        node("h", "call_function", "F.adaptive_avg_pool2d", [X, 1]),
+        node("h", "call_function", "torch.zeros", [{"tuple": [3, 5]}]),
+        node("h", "call_function", "torch.arange", [2, 9]),
+        node("h", "call_method", "new_full", [X, {"tuple": [2, 2]}, 1.0]),
+    ]
+    assert all(run(call, x=x).numel() > 0 for call in calls)
+
+
+def test_memory_that_was_never_written_is_not_shown() -> None:
+    for call in (node("h", "call_function", "torch.empty", [1000]),
+                 node("h", "call_method", "new_empty", [X, 1000]),
+                 node("h", "call_function", "torch.empty_like", [X])):  # fmt: skip
+        assert not run(call, x=torch.ones(1000)).any()
+
+
+# --------------------------------------------------------------------------------------------------
+# graphs are run as plain code would be
+
+
+def test_a_value_is_freed_after_its_last_use() -> None:
+    alive: list[int] = []
+    made: list[weakref.ref[Tensor]] = []
+
+    def step(x: Tensor) -> Tensor:
+        found = x + 1
+        made.append(weakref.ref(found))
+        alive.append(sum(ref() is not None for ref in made))
+        return found
+
+    graph = fx.Graph()
+    value = graph.placeholder("x")
+    for _ in range(6):
+        value = graph.call_function(step, (value,))
+    graph.output(value)
+    interpret.runner(graph)(None, torch.zeros(2))
+    assert max(alive) == 2  # what is read, and what is made
+
+
+def test_containers_are_made_anew_in_every_run() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output({"pair": [x, (x, 1)], "part": graph.call_function(getitem, (x, slice(None, 1)))})
+    run_once = interpret.runner(graph)
+    one, two = (run_once(None, torch.arange(3)) for _ in range(2))
+    assert type(one["pair"]) is list and type(one["pair"][1]) is tuple
+    one["pair"].append(0)
+    assert len(two["pair"]) == 2 and two["part"].tolist() == [0]
+
+
+def getitem(x: Tensor, index: Any) -> Tensor:
+    return x[index]
+
+
+class Optional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(6, 4, 1, bias=False), nn.Conv2d(4, 6, 1, bias=False)
+
+    def forward(self, x: Tensor, scale: float = 1.0, shift: float = 0.0) -> Tensor:
+        return (x + self.two(self.one(x))) * scale + shift
+
+
+class Calls(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.block = nn.Conv2d(3, 6, 1), Optional()
+        self.head = nn.Conv2d(6, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(self.block(self.stem(x), 2.0), shift=0.5)
+        found: Tensor = self.head(self.block(x, scale=3.0, shift=1.0))
+        return found
+
+
+def test_a_block_without_its_branch_is_called_by_place_and_by_name(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Calls().eval(), torch.randn(2, 3, 4, 4)
+    small = pp.shrink(model, pp.trace(model, x), {"block.one": []}).eval()
+    assert not hasattr(small.block, "one")
+    pp.save(small, tmp_path / "small.safetensors")
+    loaded = pp.load(tmp_path / "small.safetensors", model=Calls()).eval()
+    with torch.no_grad():
+        model.block.two.weight.zero_()
+        assert torch.equal(loaded(x), small(x))
+        torch.testing.assert_close(loaded(x), model(x))
+    for wrong in ({"scales": 1.0}, {"x": x}):
+        with pytest.raises(TypeError, match="takes the arguments x, scale, shift"):
+            loaded.block(loaded.stem(x), **wrong)
+
+
+# --------------------------------------------------------------------------------------------------
+# text
+
+TEXTS = {
+    "a key twice": lambda text: text.replace('"card"', '"version": 2, "card"', 1),
+    "NaN": lambda text: text.replace('"card": {', '"card": {"a": NaN, ', 1),
+    "infinity": lambda text: text.replace('"card": {', '"card": {"a": -Infinity, ', 1),
+    "a float too large": lambda text: text.replace('"card": {', '"card": {"a": 1e999, ', 1),
+    "an integer too long": lambda text: text.replace('"card": {', f'"card": {{"a": {"9" * 9999}, '),
+    "deep": lambda text: text.replace('"card": {', '"card": {"a": ' + "[" * 999 + "]" * 999 + ", "),
+    "very deep": lambda text: '{"a": ' * 200_000 + "1" + "}" * 200_000,
+    "very deep, not closed": lambda text: "[" * 10**6,
+    "too long": lambda text: text + " " * 2**26,
+    "no object": lambda text: "[1, 2]",
+    "a text": lambda text: '"abc"',
+    "a number": lambda text: "3",
+    "nothing": lambda text: "",
+    "cut off": lambda text: text[:-5],
+    "a part too many": lambda text: text.replace('"card"', '"more": 1, "card"', 1),
+    "a part missing": lambda text: text.replace('"aliases"', '"alias"', 1),
+    "a card that is none": lambda text: text.replace('"card": {', '"card": 1, "x": {', 1),
+    **{f"version {value}": lambda text, value=value: text.replace("2", value, 1)
+       for value in ("true", "false", "0", "-1", "1.0", "2.0", '"2"', "null", "[]", "3", "99")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("limit", [None, 10**6], ids=["", "recursion allowed"])
+def test_text_that_save_does_not_write_is_refused(
+    name: str, limit: int | None, victims: dict[str, Victim], tmp_path: Path
+) -> None:
+    one, before = victims["an embedding, tied"], sys.getrecursionlimit()
+    sys.setrecursionlimit(limit or before)
+    try:
+        refused(one, one.signed(TEXTS[name](json.dumps(one.content))), tmp_path)
+        with pytest.raises(pp.PruneError):
+            checkpoint.read_card(tmp_path / "some.safetensors") and pp.load(
+                tmp_path / "some.safetensors", model=one.make()
+            )
+    finally:
+        sys.setrecursionlimit(before)
+
+
+def test_brackets_in_texts_do_not_count_as_depth() -> None:
+    text = json.dumps({"a": "[" * 500 + '\\" {' * 100})
+    assert untrusted.parsed(text) == json.loads(text)
+
+
+def test_a_card_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)), torch.randn(3, 4)
+    small = pp.shrink(model, pp.trace(model, x), {"0": [1, 2]})
+    deep: Any = 1
+    for _ in range(100):
+        deep = [deep]
+    for card in ({"loss": float("nan")}, {"loss": float("inf")}, {"deep": deep}):
+        with pytest.raises(pp.PruneError, match="cannot be written"):
+            pp.save(small, tmp_path / "small.safetensors", card=card)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_flipped_bit_is_noticed(name: str, victims: dict[str, Victim], tmp_path: Path) -> None:
+    one = victims[name]
+    for place in range(0, len(one.data), max(1, len(one.data) // 60)):
+        data = bytearray(one.data)
+        data[place] ^= 1 << place % 8
+        refused(one, bytes(data), tmp_path)
+
+
+def test_a_file_without_its_checksum_is_refused(victims: dict[str, Victim], tmp_path: Path) -> None:
+    one = victims["fewer heads"]
+    for digest in ("", "0" * 64, "f" * 64, 1, None, [], {}):
+        text = json.dumps({**one.content, "sha256": digest})
+        refused(one, save(one.tensors, {"polarprune": text}), tmp_path, "checksum")
+    content = {key: value for key, value in one.content.items() if key != "sha256"}
+    refused(one, save(one.tensors, {"polarprune": json.dumps(content)}), tmp_path, "parts")
+
+
+# --------------------------------------------------------------------------------------------------
+# the recipe
+
+
+def put(*keys: Any, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(recipe: dict[str, Any]) -> None:
+        held: Any = recipe
+        for key in keys[:-1]:
+            held = held[key]
+        held[keys[-1]] = value
+
+    return change
+
+
+W = "stem.weight"
+RECIPES: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
+    **{f"{field} is {value!r}": ("re-emitted code", put(field, value=value))
+       for field in ("shapes", "slices", "attributes", "constants", "heads", "rewired", "removed",
+                     "computed", "unread", "hollow", "identities")
+       for value in (None, 1, "a", [1], [[]], {"a": None}, {"nowhere": []}, ["nowhere"],
+                     {"nowhere": {"0": [0]}}, ["stem", "stem"])},
+    **{f"a field {name}": ("re-emitted code", put(name, value={}))
+       for name in ("vanished", "new", "")},
+    "a field missing": ("re-emitted code", lambda recipe: recipe.pop("unread")),
+    **{f"indices {kept}": ("re-emitted code", put("slices", W, "0", value=kept))
+       for kept in ([0, 0, 1, 1], [1, 0, 2, 3], [-1, 0, 1, 2], [0, 1, 2, 8], [0, 1, 2, True],
+                    [0, 1, 2.0], ["0"], "0123", None, [0] * 4, [0, 1, 2, 10**30])},
+    **{f"axis {axis}": ("re-emitted code", put("slices", W, axis, value=[0]))
+       for axis in ("4", "-1", "00", "a", "", "\u0662", "1e0", "99999999999999999999")},
+    "slices of no tensor": ("re-emitted code", put("slices", "nowhere", value={"0": [0]})),
+    "another shape": ("re-emitted code", put("shapes", W, value=[8, 3, 3, 4])),
+    "a shape of no tensor": ("re-emitted code", put("shapes", "nowhere", value=[1])),
+    **{f"stem.{name} = {value!r}": ("re-emitted code", put("attributes", "stem", name, value=value))
+       for name, value in (("out_channels", 3), ("out_channels", 8), ("out_channels", True),
+                           ("in_channels", 4), ("groups", 4), ("stride", 1), ("kernel_size", [3]),
+                           ("training", 0), ("forward", 0), ("_modules", 0), ("__class__", 0),
+                           ("padding_mode", "zeros"), ("new", 1), ("weight", 0), ("bias", 0),
+                           ("_\uff3fclass_\uff3f", 1), ("_is_full_backward_hook", 0))},
+    "an attribute missing": ("re-emitted code", lambda r: r["attributes"]["stem"].pop("groups")),
+    "a constant with channels": ("re-emitted code", put("constants", value=["stem"])),
+    "an identity with channels": ("fewer heads", put("identities", value=["norm"])),
+    "a pool that is none": ("re-emitted code", put("hollow", value=["stem"])),
+    **{f"heads {heads}": ("fewer heads", put("heads", "attention", value=heads))
+       for heads in ([], [0], [0, 1], [2, 0], [0, 9], [0, 0], ["0"], [True, 2])},
+    "heads of no attention": ("fewer heads", put("heads", "norm", value=[0])),
+    "half a head": ("fewer heads", lambda r: r["slices"]["attention.in_proj_bias"]["0"].pop()),
+    "a weight computed that is none": ("re-emitted code", put("computed", value=["stem"])),
+    "a tensor unread that is read": ("re-emitted code", put("unread", value=[W])),
+    "a child removed that is called": ("a block without its branch",
+                                       put("removed", "1", value=["last", "one", "norm", "two"])),
+    "a child removed that is not there": ("a block without its branch",
+                                          put("removed", "1", value=["no"])),
+    "a child removed inside another": ("a block without its branch",
+                                       put("removed", "", value=["1", "1.one"])),
+    "removed with no code": ("a block without its branch", put("removed", "0", value=[])),
+    "a path removed": ("a block without its branch", put("removed", "1", value=["_\uff3fa"])),
+    "code for no module": ("re-emitted code", lambda r: r["rewired"].update(no=r["rewired"][""])),
+    "an alias of nothing": ("an embedding, tied", lambda r: None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_that_does_not_follow_from_the_model_is_refused(
+    name: str, victims: dict[str, Victim], tmp_path: Path
+) -> None:
+    which, change = RECIPES[name]
+    one = victims[which]
+    if name == "an alias of nothing":
+        for aliases in ({"out.weight": "nowhere"}, {"embed.weight": "embed.weight"}, [], {"a": 1},
+                        {"nowhere": "embed.weight"}, {}):  # fmt: skip
+            content = {**one.content, "aliases": aliases}
+            refused(one, one.signed(json.dumps(content)), tmp_path)
+        return
+    data = forged(one, change)
+    if data == one.signed(json.dumps(one.content)):
+        pytest.skip("as it was")
+    refused(one, data, tmp_path)
+
+
+def test_slices_that_repeat_an_index_take_no_memory(
+    victims: dict[str, Victim], tmp_path: Path
+) -> None:
+    """179 KB of indices made 6.9 GB."""
+    one = victims["re-emitted code"]
+    many = {"0": [0] * 30_000, "1": [0] * 30_000}
+    refused(one, forged(one, put("slices", W, value=many)), tmp_path, "out of order or range")
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool, torch.uint8])
+def test_tensors_of_another_kind_are_refused(
+    dtype: torch.dtype, victims: dict[str, Victim], tmp_path: Path
+) -> None:
+    one = victims["re-emitted code"]
+    tensors = {**one.tensors, W: one.tensors[W].to(dtype)}
+    data = replace(one, tensors=tensors).signed(json.dumps(one.content))
+    refused(one, data, tmp_path, "does not fit")
+
+
+def test_a_model_on_the_meta_device_is_refused(victims: dict[str, Victim], tmp_path: Path) -> None:
+    one = victims["re-emitted code"]
+    with torch.device("meta"):
+        model = one.make()
+    with pytest.raises(pp.PruneError, match="meta device"):
+        opened(one, one.data, tmp_path, model)
+
+
+def test_references_outside_the_parameters_are_kept(
+    victims: dict[str, Victim], tmp_path: Path
+) -> None:
+    one = victims["an embedding, tied"]
+    model = one.make()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    small = opened(one, one.data, tmp_path, model)
+    assert small.tied[0] is small.hidden.weight and small.out.weight is small.embed.weight
+    assert small.hidden.weight.shape == (6, 4) and model.tied[0] is model.hidden.weight
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+# --------------------------------------------------------------------------------------------------
+# files of version 1
+
+
+def test_a_file_of_version_1_is_the_same_model(victims: dict[str, Victim], tmp_path: Path) -> None:
+    one = of_version_1(victims["a block without its branch"])
+    loaded = opened(one, one.data, tmp_path)
+    assert torch.equal(loaded(one.x), one.wanted) and not hasattr(loaded[1], "one")
+    pp.save(loaded, tmp_path / "again.safetensors", card=one.content["card"])
+    assert (tmp_path / "again.safetensors").read_bytes() == victims[
+        "a block without its branch"
+    ].data
+
+
+VANISHED: dict[str, Any] = {
+    "no nodes": {"1": [{"node": "nowhere", "vector": True}]},
+    "no module": {"nowhere": []},
+    "not a list": {"1": {}},
+    "another edit": {"1": [{"node": "two", "delete": True}]},
+    "two edits in one": {"1": [{"node": "two", "vector": True, "spread": True}]},
+    "no flag": {"1": [{"node": "two", "vector": 0}]},
+    "no edit": {"1": [1]},
+    "a node that is no name": {"1": [{"node": ["two"], "vector": True}]},
+    "of a layer": {"0": [{"node": "x", "vector": True}]},
+    "not a table": [],
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize("name", VANISHED)
+def test_a_damaged_file_of_version_1_is_refused(
+    name: str, victims: dict[str, Victim], tmp_path: Path
+) -> None:
+    one = of_version_1(victims["a block without its branch"])
+    content = copy.deepcopy(one.content)
+    content["recipe"]["vanished"] = VANISHED[name]
+    refused(one, save(one.tensors, {"polarprune": json.dumps(content)}), tmp_path)
+
+
+# --------------------------------------------------------------------------------------------------
+# all of it at random
+
+
+def test_the_watch_sees_what_runs() -> None:
+    sys.addaudithook(attack._watch)
+    with attack.armed():
+        compile("1", "", "eval")
+        list(Path().glob("nothing*"))
+    assert any(event.startswith("compile") for event in attack._events)
+    with attack.armed():
+        torch.ones(3).sum()
+    assert not attack._events
+
+
+def test_no_attack_gets_through(tmp_path: Path) -> None:
+    gc.collect()
+    found, wrong = attack.attack(250, 10**6, tmp_path)
+    assert not wrong and sum(found.values()) == 250
+    assert {way for way, _ in found} == {"damaged", "forged", "hostile", "mangled"}
+    assert found["hostile", "refused"] > 30 and found["damaged", "refused"] > 30
