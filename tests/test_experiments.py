@@ -302,7 +302,6 @@ def test_a_run_goes_on_where_it_was_cut_off(
     stage: str, after: int, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("polarprune.experiments.run._PAUSE", 0.0)
-    monkeypatch.setattr("polarprune.pruner.time.perf_counter", lambda: 0.0)
     wanted, cards = recipe("tiny", tune_epochs=2), []
     for name in ("whole", "parts"):
         folder = tmp_path / name

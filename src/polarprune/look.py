@@ -100,9 +100,9 @@ class Look:
 
     def more_with_norms(self, graph: Graph) -> int:
         """How many more channels `norms=True` may open, as far as labels tell."""
-        if self.norms or not self._followed(graph.tapes).unweighted:
-            return 0
         with on_host():
+            if self.norms or not self._followed(graph.tapes).unweighted:
+                return 0
             flow = Flow(Labels(), self.rules, by_tag, norms=lambda path: True)
             follow(graph.tapes, flow, self._kept())
             return max(0, build(graph.tapes, flow, self.held).units - graph.units)

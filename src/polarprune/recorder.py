@@ -233,7 +233,7 @@ def _copied(tensor: Tensor) -> Tensor:
         return tensor.detach().clone()
 
 
-_SEED = 0x5EED_0F_A_7ACE  # no code of a model's will choose the same
+TRACING_SEED = 0x5EED_0F_A_7ACE  # no code of a model's will choose the same
 
 
 def _seeds() -> tuple[int, ...]:
@@ -328,7 +328,7 @@ def attempt(
         handles.append(module.register_forward_hook(_leave(recorder), always_call=True))
     try:
         with untouched(model, training), opened(model), recorder, _Watch(recorder):
-            torch.default_generator.manual_seed(_SEED)
+            torch.default_generator.manual_seed(TRACING_SEED)
             recorder.seeds = _seeds()
             recorder.finish(tensors_in(model(*args, **kwargs)))
     except Exception as error:
