@@ -560,7 +560,7 @@ def test_export_equals_the_gated_model(make: Callable[[], nn.Module], inputs: In
     pruner = pruner_of(randomise(make()).double(), inputs)
     set_gates(pruner, VARIANTS["half"], "awkward")
     small = pruner.export()
-    assert pruner.proof.keys() == {"eval", "train"}
+    assert pruner.proof.keys() > {"eval", "train"}
     for training in (False, True):
         assert difference(pruner.model, small, inputs, training=training) <= 1e-10
     assert pruner.cost()["macs"] < pruner.graph.cost.original()["macs"]

@@ -291,7 +291,7 @@ def test_float32_export_proves_itself(name: str) -> None:
     for variant in ("half", "closed"):
         set_gates(pruner, VARIANTS[variant], f"{name} {variant}")
         small = pruner.export()
-        assert pruner.proof.keys() == {"eval", "train"}
+        assert pruner.proof.keys() > {"eval", "train", "other values"}
         assert max(pruner.proof.values()) <= 1e-5
         assert {p.dtype for p in small.parameters()} == {torch.float32}
 

@@ -17,13 +17,14 @@ import polarprune
 PACKAGE = Path(polarprune.__file__).parent
 # fmt: off
 ORDER = [
-    "errors", "standins", "tape", "recorder", "computed", "labels", "flow", "moves", "merges",
-    "contractions", "rules", "size_limits", "interpret", "allowed_calls", "emit", "stored_graphs",
-    "capture", "inline", "groups", "schedule", "settings", "forming", "spine", "cost", "rewire",
-    "blocks", "norms", "attention", "leftovers", "recipe", "surgery", "untrusted", "proof", "trial",
-    "look", "trace", "gates", "bank", "place", "compact", "prox", "stepper", "budget", "controller",
-    "bench", "latency", "controls", "html", "report", "pictures", "resume", "pruner", "checkpoint",
-    "demo", "deploy", "console", "experiments", "cli",
+    "errors", "standins", "watched_sizes", "tape", "recorder", "computed", "labels", "flow",
+    "moves", "merges", "contractions", "rules", "size_limits", "interpret", "allowed_calls", "emit",
+    "stored_graphs", "capture", "inline", "groups", "schedule", "settings", "forming", "spine",
+    "cost", "rewire", "blocks", "norms", "attention", "leftovers", "recipe", "surgery", "untrusted",
+    "fresh_inputs", "proof", "trial", "look", "width_decisions", "trace", "gates", "bank", "place",
+    "compact", "prox", "stepper", "budget", "controller", "bench", "latency", "controls", "html",
+    "report", "pictures", "resume", "pruner", "checkpoint", "demo", "deploy", "console",
+    "experiments", "cli",
 ]
 EXPERIMENTS = [
     "recipes", "processes", "task", "data", "voc", "imagenet", "style", "deeplab", "networks",

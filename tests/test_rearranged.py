@@ -137,6 +137,75 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
+ORDER = [3, 1, 0, 2, 7, 5, 4, 6]
+TWICE = [0, 1, 2, 3, 4, 5, 6, 7, 0, 3]
+HELD = torch.tensor(ORDER)
+
+
+class Ordered(Code):
+    """A fixed order of channels, in a buffer or in a plain attribute."""
+
+    def __init__(self, run: Any, order: list[int] = ORDER) -> None:
+        super().__init__(run, first=nn.Linear(5, 8), last=nn.Linear(len(order), 3))
+        self.register_buffer("order", torch.tensor(order))
+        self.plain = torch.tensor(order)
+
+
+ORDERS: dict[str, Callable[[], nn.Module]] = {
+    "a buffer": lambda: Ordered(lambda net, x: net.last(net.first(x).relu()[:, net.order])),
+    "an attribute": lambda: Ordered(lambda net, x: net.last(net.first(x).relu()[:, net.plain])),
+    "a list": lambda: Ordered(lambda net, x: net.last(net.first(x).relu()[:, ORDER])),
+    "a tensor outside": lambda: Ordered(lambda net, x: net.last(net.first(x).relu()[..., HELD])),
+    "from the end": lambda: Ordered(
+        lambda net, x: net.last(net.first(x)[:, [-1, -3, 0, 1, 2, 3, 4, 6]])
+    ),
+    "index_select": lambda: Ordered(
+        lambda net, x: net.last(net.first(x).index_select(-1, net.order))
+    ),
+    "some twice": lambda: Ordered(lambda net, x: net.last(net.first(x)[:, net.order]), TWICE),
+    "some of them": lambda: Ordered(lambda net, x: net.last(net.first(x)[:, net.order]), [5, 1, 2]),
+    "back again": lambda: Ordered(
+        lambda net, x: net.last(net.first(x)[:, net.order][:, torch.argsort(HELD).tolist()])
+    ),
+}
+FREE = {"some twice": 2 + 6, "some of them": 3}  # units, not all of one kind
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_channels_in_a_fixed_order_are_prunable_and_cut_exactly(name: str) -> None:
+    net, x, more = ORDERS[name]().double().eval(), VECTORS.double(), MORE_VECTORS.double()
+    graph = pp.trace(net, x)
+    assert graph.units == FREE.get(name, 8)
+    assert cut_error(net, graph, (x,), (more,)) < 1e-10
+
+
+@pytest.mark.parametrize("name", ["a buffer", "a list", "an attribute"])
+def test_channels_in_a_fixed_order_are_trained_exported_and_stored(
+    name: str, tmp_path: Path
+) -> None:
+    pruned(ORDERS[name], VECTORS, MORE_VECTORS, tmp_path)
+
+
+def test_an_order_that_depends_on_the_input_freezes() -> None:
+    net = Ordered(lambda net, x: net.last(net.first(x)[:, x.sum(0).repeat(2)[:8].argsort()]))
+    graph = pp.trace(net, VECTORS)
+    assert graph.groups["first"].reason.startswith("channels are picked by index")
+
+
+def test_an_order_that_changes_in_training_is_not_exported_as_it_was() -> None:
+    net = ORDERS["a buffer"]()
+    pruner = pp.Pruner(net, VECTORS, macs=0.6, steps=20)
+    optimizer = sgd(pruner, lr=0.01)
+    pruner.attach(optimizer)
+    for _ in range(20):
+        optimizer.zero_grad()
+        net(MORE_VECTORS).square().mean().backward()
+        optimizer.step()
+    net.order.copy_(net.order.flip(0))
+    with pytest.raises(pp.PruneError, match="Nothing was exported"):
+        pruner.export()
+
+
 def checked(name: str) -> tuple[nn.Module, Tensor, Tensor]:
     make, _, example, other = CASES[name]
     return make().double().eval(), example.double(), other.double()

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from .allowed_calls import FACTORIES
-from .emit import PLAIN, Emission, form_of, nothing_lost
+from .emit import LONGEST, PLAIN, Emission, form_of, nothing_lost
 from .errors import PruneError
 from .interpret import expect, expect_pieces
 from .stored_graphs import encode_graph
@@ -122,6 +122,20 @@ class _Known(fx.Proxy):
     def __contains__(self, item: Any) -> bool:
         return bool(self._said(item in self.value))
 
+    def __eq__(self, other: Any) -> Any:
+        """Of two shapes, size by size: some of them may be widths."""
+        theirs = other.value if type(other) is _Known else other
+        if not isinstance(self.value, (tuple, list)) or not isinstance(theirs, (tuple, list)):
+            return self.tracer.create_proxy("call_function", operator.eq, (self, other), {})
+        pairs = zip(self, other, strict=False)
+        return len(self) == len(other) and all(bool(one == another) for one, another in pairs)
+
+    def __ne__(self, other: Any) -> Any:
+        same = self == other
+        if isinstance(same, bool) and isinstance(self.value, (tuple, list)):
+            return not same
+        return self.tracer.create_proxy("call_function", operator.ne, (self, other), {})
+
     def __hash__(self) -> int:
         return hash(self.value)
 
@@ -167,6 +181,8 @@ class _Tracer(fx.Tracer):
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *more: Any,
                      **named: Any) -> Any:  # fmt: skip
+        if target in (operator.getitem, operator.setitem):
+            args = (args[0], _spelled_out(args[1]), *args[2:])
         known: Any = super().create_proxy(kind, target, args, kwargs, *more, **named)
         before, self.running = self.running, True
         try:
@@ -205,6 +221,14 @@ class _Tracer(fx.Tracer):
         if self.running:
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+
+def _spelled_out(index: Any) -> Any:
+    """Vectors of integers that the code holds somewhere, as lists."""
+    if type(index) is tuple:
+        return tuple(_spelled_out(item) for item in index)
+    vector = type(index) is Tensor and index.dim() == 1 and index.numel() <= LONGEST
+    return index.tolist() if vector and index.dtype == torch.int64 else index
 
 
 _COMPARISONS = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from .errors import PruneError
 from .interpret import runner
 
 CODE = "polarprune_code"  # the graph that a forward runs
+LONGEST = 4096  # entries of a vector of integers that code is re-emitted with
 PLAIN = (bool, str, float, torch.dtype, torch.device, type(None))
 
 
@@ -249,6 +250,14 @@ def with_method(
     methods = {"forward": forward, "__setattr__": set_unless_baked}
     module.__class__ = type(family.__name__, (family,), methods)
     return module
+
+
+def baked_in(module: nn.Module) -> dict[str, Any]:
+    """All values of a module that re-emitted code goes on with as they were."""
+    tensors = {k: v for k, v in (*vars(module).items(), *module._buffers.items())
+               if isinstance(v, Tensor) and v.dim() == 1 and v.numel() <= LONGEST}  # fmt: skip
+    orders = {k: v.tolist() for k, v in tensors.items() if v.dtype == torch.int64 and not v.is_meta}
+    return {**numbers_in(module), **orders}
 
 
 def numbers_in(module: nn.Module) -> dict[str, Any]:

@@ -94,14 +94,18 @@ class Flow:
     _tensors: dict[str, list[Tensor]] = field(default_factory=dict)
     _uniform: set[Value] = field(default_factory=set)
     _weights: set[Value] = field(default_factory=set)  # parameters that were moved about
+    _made: set[Value] = field(default_factory=set)  # in a run, or given to it, or written to
 
     def run(self, tape: Tape) -> None:
         matter = set(tape.that_matter)
+        self._made.update(tape.inputs)
         for op in tape.ops:
             rule = self.rules.get(op.func) or self.rules.get(op.func._overloadpacket)
             # What comes of the others is not looked at: they have to run, that is all.
             self.labels.binding = op in matter
             (rule or self.default)(self, op)
+            if op.name != "lift_fresh":  # which makes a constant of a number in the code
+                self._made.update(value.root for value in op.outs)
             if op.seeded:
                 self._fix(op)
             if op.func._schema.is_mutable and torch.Tag.inplace_view not in op.func.tags:
@@ -198,6 +202,12 @@ class Flow:
     def freeze(self, value: Any, reason: str) -> None:
         for layer in self.layers(value):
             self.labels.freeze(layer, reason)
+
+    def constant(self, value: Any) -> Tensor | None:
+        """What is in a vector of integers that the model holds or its code spells out."""
+        known = isinstance(value, Value) and value.root not in self._made and len(value.shape) == 1
+        data = value.data if known else None
+        return None if data is None or data.dtype == torch.bool else data.cpu().long()
 
     def uniform(self, value: Any) -> bool:
         """True for zeros, ones, noise: every channel is like every other, so any may go."""

@@ -348,10 +348,25 @@ def pick(flow: Flow, op: Op) -> None:
             shape = [size for axis, size in enumerate(layer.shape) if axis not in taken]
             start = 0 if apart else taken[0]
             kept.append(layer.reshape(shape[:start] + [1] * inner + shape[start:]))
+        elif plain and len(taken) == 1:
+            kept += _reordered(flow, op, layer, taken[0], indices[taken[0]])
         else:
             flow.labels.freeze(layer, f"channels are picked by index in {op.where}")
     if kept:
         flow.set(op.outs[0], kept)
+
+
+def _reordered(flow: Flow, op: Op, layer: Tensor, axis: int, index: Value) -> list[Tensor]:
+    """Channels in a fixed order: labels move like them, and the code has to count anew."""
+    order = flow.constant(index)
+    if order is None:
+        flow.labels.freeze(layer, f"channels are picked by index in {op.where}")
+        return []
+    flow.baked.append((op, layer, axis))
+    moved = layer.index_select(axis, order % layer.shape[axis])
+    if not index.name and support(moved) == (axis,):  # numbers in the code: as many as are left
+        flow.set(index, [moved.flatten()])
+    return [moved]
 
 
 def gather(flow: Flow, op: Op) -> None:
@@ -437,7 +452,7 @@ def pick_along(flow: Flow, op: Op) -> None:
     kept = []
     for layer in flow.layers(source):
         if axis in support(layer):
-            flow.labels.freeze(layer, f"channels are picked by index in {op.where}")
+            kept += _reordered(flow, op, layer, axis, op.args[2])
         else:
             kept.append(layer)
     _moved(flow, op, source, [kept])

@@ -193,6 +193,39 @@ def weigh(model: nn.Module, graph: Graph, make: Callable[[Tensor], nn.Module]) -
             modules[path].add_module(WEIGHTS, make(units))
 
 
+def open_encoders(model: nn.Module) -> None:
+    """Keep torch's encoders off their fused path, which knows nothing of weights in norms.
+
+    A layer with hooks does not take it; and an encoder must not pack its inputs for it.
+    """
+    for module in model.modules():
+        inside = any(WEIGHTS in inner._modules for inner in module.modules())
+        if inside and isinstance(module, nn.TransformerEncoderLayer):
+            module.register_forward_hook(_watching)
+        elif inside and isinstance(module, nn.TransformerEncoder):
+            packs = bool(getattr(module, "use_nested_tensor", False))
+            if packs:
+                module.register_forward_pre_hook(_unpacked)
+                module.register_forward_hook(_packed, always_call=True)
+
+
+def _watching(module: nn.Module, args: Any, out: Any) -> None:
+    """Nothing: that it is there is enough."""
+
+
+def _unpacked(module: Any, args: Any) -> None:
+    module.use_nested_tensor = False
+
+
+def _packed(module: Any, args: Any, out: Any) -> None:
+    module.use_nested_tensor = True
+
+
+_HOOKS: tuple[Any, ...] = (_watching, _unpacked, _packed)
+for _hook in _HOOKS:
+    _hook.is_gate = True
+
+
 def unweigh(model: nn.Module) -> None:
     """Back to plain norms."""
     for module in model.modules():

@@ -14,7 +14,7 @@ from .errors import PruneError
 from .gates import ALPHA_START, Gate, GatedWeight, GateVector
 from .groups import Graph, stays
 from .inline import expose
-from .norms import weigh
+from .norms import open_encoders, weigh
 from .proof import difference, in_double
 from .surgery import plain
 from .tape import Example, named_tensors
@@ -104,6 +104,7 @@ def place(model: nn.Module, graph: Graph, gates: dict[str, Gate], alive: Tensor)
         if len(gated) == len(axes) == len(owners[name]) == 1 and name not in made:
             alone.append(cast(Any, owner).parametrizations[leaf])
     put_bank(model, alone)
+    open_encoders(model)
     for owner in {owner for name in sites for owner, _ in owners[name]}:
         if isinstance(owner, nn.RNNBase):
             owner.register_forward_hook(_let_go)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from .computed import settle_weights
 from .errors import PruneError
+from .fresh_inputs import ANOTHER_BATCH, fresh_inputs
 from .recorder import FORGOTTEN
 from .tape import Example, as_call, copied, named_tensors, opened, tensors_in, untouched
 
@@ -26,7 +27,7 @@ class _NoDice(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _DROPOUTS:
             return args[0] if args else kwargs["input"]
-        if func in _NOISE:
+        if func in _NOISE and kwargs.get("generator") is None:  # else a fixed vector
             return func(*args, **kwargs).fill_(_NOISE[func])
         if func is torch.nn.functional.multi_head_attention_forward:
             kwargs = {**kwargs, "training": False}  # it calls dropout where no mode looks
@@ -106,21 +107,34 @@ def outputs(model: nn.Module, example: Example, *, training: bool) -> list[Tenso
 
 
 def difference(one: nn.Module, other: nn.Module, example: Example, *, training: bool) -> float:
-    """max |a - b| / max |a| over all outputs; infinite if their shapes differ."""
-    worst = 0.0
+    """The largest relative difference over all outputs; infinite if their shapes differ."""
     left, right = (outputs(model, example, training=training) for model in (one, other))
+    return _largest_gap(left, right)
+
+
+def _largest_gap(left: list[Tensor], right: list[Tensor]) -> float:
     if len(left) != len(right):
         return float("inf")
-    for a, b in zip(left, right, strict=True):
-        if a.shape != b.shape:
-            return float("inf")
-        if a.numel() and (a.is_floating_point() or a.is_complex()):
-            scale = max(float(a.abs().max()), 1e-30)
-            gap = float((a - b).abs().max()) / scale
-            worst = max(worst, gap if gap == gap else float("inf"))
-        elif a.numel() and not torch.equal(a, b):
-            return float("inf")
-    return worst
+    return max((relative_gap(a, b) for a, b in zip(left, right, strict=True)), default=0.0)
+
+
+def relative_gap(a: Tensor, b: Tensor) -> float:
+    """max |a - b| / max |a| over the places that are not equal.
+
+    A constant in both (logits masked with -1e9) says nothing about the rest, so it is no measure of
+    it. Infinities and NaN have to stand in the same places.
+    """
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return float("inf")
+    unequal = (a != b) & ~(a.isnan() & b.isnan())
+    a, b = a[unequal], b[unequal]
+    if not a.numel():
+        return 0.0
+    if not (a.is_floating_point() or a.is_complex()) or not bool(
+        (a.isfinite() & b.isfinite()).all()
+    ):
+        return float("inf")
+    return float((a - b).abs().max()) / max(float(a.abs().max()), 1e-30)
 
 
 def modes_that_run(model: nn.Module, example: Example) -> list[bool]:
@@ -135,47 +149,123 @@ def modes_that_run(model: nn.Module, example: Example) -> list[bool]:
 
 
 def prove_equal(
-    one: nn.Module, other: nn.Module, example: Example, tolerance: float
+    one: nn.Module,
+    other: nn.Module,
+    example: Example,
+    tolerance: float,
+    fresh: Iterable[tuple[str, Example]] = (),
 ) -> dict[str, float]:
-    """Raise unless the two models agree in every mode they run in; return the differences."""
+    """Raise unless the two models agree in every mode they run in; return the differences.
+
+    `fresh`: more inputs, by name, for eval mode. Those that the first model does not accept are
+    passed over.
+    """
     found = {}
     for training in modes_that_run(one, example):
         name = "train" if training else "eval"
-        try:
+        with _runs_too(f"in {name} mode"):
             found[name] = difference(one, other, example, training=training)
-            _run_unwatched(other, example, training)
-        except Exception as error:
-            raise PruneError(f"the cut model does not run in {name} mode: {error}") from error
-        if not found[name] <= tolerance:
-            raise PruneError(
-                f"the cut model differs by {found[name]:.2g} (relative, {name} mode) from the "
-                f"gated one; allowed: {tolerance:.0e}. Nothing was exported. Please report this "
-                f"model, and leave the part in question whole with keep=[...]."
-            )
+        _check_gap(found[name], tolerance, f"{name} mode")
+    sizes = [tensor.shape[:1] for tensor in outputs(one, example, training=False)]
+    for name, inputs in fresh:
+        gap = _difference_if_it_runs(one, other, inputs, name, sizes)
+        if gap is not None:
+            found[name] = gap
+            _check_gap(gap, tolerance, f"eval mode, {name}")
     return found
 
 
-def _run_unwatched(model: nn.Module, example: Example, training: bool) -> None:
-    """torch's encoders have a fused path, which they do not take while we compare."""
-    if any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules()):
-        args, kwargs = as_call(example)
-        with untouched(model, training):
-            model(*args, **kwargs)
+@contextmanager
+def _runs_too(when: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise PruneError(f"the cut model does not run {when}: {error}") from error
+
+
+def _check_gap(gap: float, tolerance: float, where: str) -> None:
+    if not gap <= tolerance:
+        raise PruneError(
+            f"the cut model differs by {gap:.2g} (relative, {where}) from the gated one; allowed: "
+            f"{tolerance:.0e}. Nothing was exported. Please report this model, and leave the part "
+            f"in question whole with keep=[...]."
+        )
+
+
+def _difference_if_it_runs(
+    one: nn.Module, other: nn.Module, inputs: Example, name: str, sizes: list[torch.Size]
+) -> float | None:
+    """None if the first model does not accept the inputs, or the cut one says that it does not.
+
+    `sizes`: the leading ones of its outputs. `x.view(-1, 256)` makes more rows of larger pictures,
+    which are of no use.
+    """
+    try:
+        wanted = outputs(one, inputs, training=False)
+    except Exception:  # sizes that it was not made for
+        return None
+    if name != ANOTHER_BATCH and [tensor.shape[:1] for tensor in wanted] != sizes:
+        return None
+    try:
+        found = outputs(other, inputs, training=False)
+    except PruneError:  # code that was re-emitted for other sizes
+        return None
+    except Exception as error:
+        raise PruneError(f"the cut model does not run on {name}: {error}") from error
+    return _largest_gap(wanted, found)
+
+
+def prove_unwatched(gated: nn.Module, small: nn.Module, example: Example) -> dict[str, float]:
+    """The same as users run them: torch's encoders take a fused path then, not while we watch."""
+    fused = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
+    if not any(isinstance(module, fused) for module in gated.modules()):
+        return {}
+    with _runs_too("under torch.no_grad()"):
+        found = [_unwatched(model, example) for model in (gated, small)]
+    if found[0] is None or found[1] is None:
+        return {}
+    gap = _largest_gap(found[0], found[1])
+    _check_gap(gap, _FUSED, "eval mode under torch.no_grad()")
+    return {"no_grad": gap}
+
+
+_FUSED = 1e-4  # torch's fused attention computes in another order
+
+
+def _unwatched(model: nn.Module, example: Example) -> list[Tensor] | None:
+    """None if it draws random numbers."""
+    args, kwargs = as_call(example)
+    with untouched(model, False), all_digits():
+        settle_weights(model)
+        for module in model.modules():
+            if isinstance(module, nn.TransformerEncoder):  # torch puts zeros at padded places then
+                module.use_nested_tensor = False
+        before = torch.get_rng_state()
+        found = [tensor.detach() for tensor in tensors_in(model(*args, **kwargs))]
+        return found if torch.equal(before, torch.get_rng_state()) else None
 
 
 def prove_cut(
-    gated: nn.Module, small: nn.Module, example: Example, cut: Callable[[nn.Module], nn.Module]
+    gated: nn.Module,
+    small: nn.Module,
+    example: Example,
+    cut: Callable[[nn.Module], nn.Module],
+    tolerance: float = 1e-5,
 ) -> dict[str, float]:
-    """Equal in the models' own precision, or, where that rounds too coarsely, in float64."""
+    """Equal in the models' own precision, or, where that rounds too coarsely, in float64.
+
+    `tolerance` is that of float32. `cut`: what makes a small model of a gated one.
+    """
     first = next(tensor for _, tensor in named_tensors(gated) if tensor.is_floating_point())
-    if first.dtype == torch.float64:
-        return prove_equal(gated, small, example, 1e-10)
+    close = 1e-10 if first.dtype == torch.float64 else tolerance
+    unwatched = prove_unwatched(gated, small, example)
     try:
-        return prove_equal(gated, small, example, 1e-5)
+        return {**prove_equal(gated, small, example, close, fresh_inputs(example)), **unwatched}
     except PruneError:
         gated, example = in_double(gated, example)  # cut anew: folding rounds as well
-        found = prove_equal(gated, cut(gated), example, 1e-10)
-        return {f"{mode}, in float64": value for mode, value in found.items()}
+        with StaysDouble():  # parts may compute in float32
+            found = prove_equal(gated, cut(gated), example, 1e-10, fresh_inputs(example))
+        return {**{f"{mode}, in float64": gap for mode, gap in found.items()}, **unwatched}
 
 
 def check_macs(small: nn.Module, example: Example, claimed: int) -> None:
@@ -210,6 +300,12 @@ def in_double(model: nn.Module, example: Example) -> tuple[nn.Module, Example]:
     """A copy of model and example in float64."""
     double = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, example)
     return copied(model).double(), double
+
+
+def own_copy(example: Example) -> Example:
+    """The same inputs, in memory of their own."""
+    found: Example = tree_map_only(Tensor, lambda x: x.detach().clone(), example)
+    return found
 
 
 def example_for(example: Example, like: Tensor, made_for: torch.dtype) -> Example:

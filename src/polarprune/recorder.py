@@ -37,6 +37,14 @@ from .tape import (
     tensors_in,
     untouched,
 )
+from .watched_sizes import (
+    SizeLog,
+    plain,
+    watch_attributes,
+    watched_count,
+    watched_size,
+    watched_sizes,
+)
 
 
 class _Recorder(TorchDispatchMode):
@@ -45,12 +53,15 @@ class _Recorder(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.brief, self.counts = brief, counts
+        self.busy = False  # it reads shapes itself
         self.tape = Tape(computed=computed)
         self.stand_ins = {} if computed else STAND_INS
         self.stack: list[str] = []
         self.known: dict[int, tuple[Callable[[], Tensor | None], Value]] = {}  # by id, while alive
         for name, tensor in named_tensors(model):
-            self._know(tensor, _value(tensor, name))
+            value = self._know(tensor, _value(tensor, name))
+            if value.whole and not tensor.is_meta and tensor.numel() < _SMALL:
+                value.data = _copied(tensor)
         named = [value for _, value in self.known.values()]
         self.tape.inputs = self.values(example)
         # Values that are what they would be: the example, integers of the model, what comes of
@@ -59,6 +70,7 @@ class _Recorder(TorchDispatchMode):
         self.made: set[Value] = set()  # in this run; all others are the model's or the user's
         self.before: list[tuple[Tensor, Tensor]] = []  # what was in those, if they are written to
         self.seeds: tuple[int, ...] = ()  # of the default generators, as the run begins
+        self.tape.sizes = SizeLog(lambda: self.stack[-1] if self.stack else "")
         attention = nn.MultiheadAttention
         self.tape.excused = {k for k, m in model.named_modules() if type(m) is attention}
 
@@ -73,9 +85,11 @@ class _Recorder(TorchDispatchMode):
     def value(self, tensor: Tensor) -> Value:
         found = self._seen(tensor)
         if found is None:
+            before, self.busy = self.busy, True
             found = self._know(tensor, _value(tensor))
             if found.whole and not tensor.is_meta and tensor.numel() < 1_000_000:
                 found.data = _copied(tensor) if tensor.numel() else tensor
+            self.busy = before
         return found
 
     def values(self, tree: Any) -> list[Value]:
@@ -160,11 +174,12 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Watch(TorchFunctionMode):
-    """Notices code that reads values past the dispatcher."""
+    """Notices code that reads values past the dispatcher, and what it does with sizes."""
 
-    def __init__(self, recorder: _Recorder) -> None:
+    def __init__(self, recorder: _Recorder, sizes: bool) -> None:
         super().__init__()
         self.recorder = recorder
+        self.sizes = sizes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READERS:
@@ -174,11 +189,31 @@ class _Watch(TorchFunctionMode):
                 self.recorder.tape.told += values
             elif func in _SPLITS:  # at places that may be given as a tensor
                 self.recorder.tape.told += self.recorder.values((args[1:], kwargs))
-        return func(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {}))
+        if self.sizes and func in _SIZES and not self.recorder.busy:
+            return self._watched(func, args, kwargs or {}, found)
+        return found
+
+    def _watched(self, func: Any, args: Any, kwargs: Any, found: Any) -> Any:
+        """A size that was read, as a number that remembers that."""
+        value = self.recorder.value(args[0] if args else kwargs["input"])
+        log = self.recorder.tape.sizes
+        if isinstance(found, torch.Size):
+            return torch.Size(watched_sizes(value, log))
+        if func in _COUNTS:
+            return watched_count(value, log)
+        if func is Tensor.__len__:  # `len` makes a plain number of whatever we return
+            first = watched_size(value, 0, log)
+            log.compared(first.source, first.source.constant(found), _user_line())
+            return found
+        axis = args[1] if len(args) > 1 else kwargs["dim"]
+        return watched_size(value, value.axis(int(axis)), log)
 
 
 _TELLING = {getattr(Tensor, name) for name in ("tolist", "numpy", "storage", "untyped_storage",
                                                "__array__", "__dlpack__", "__repr__")}  # fmt: skip
+_COUNTS = {Tensor.numel, Tensor.nelement, torch.numel}
+_SIZES = {Tensor.shape.__get__, Tensor.size, Tensor.__len__, *_COUNTS}  # type: ignore[attr-defined]
 _SPLITS = {torch.tensor_split, Tensor.tensor_split}
 _READERS = {
     *_TELLING, *_SPLITS, Tensor.data_ptr, Tensor.__reduce_ex__,
@@ -286,6 +321,10 @@ def record(
     tape, error = attempt(model, example, training=training, shims=shims)
     if error is not None or tape.depends_on_data or tape.looked:
         tape, error = attempt(model, example, training=training, shims=shims, computed=True)
+    if error is not None and not isinstance(error, PruneError):  # code that minds our numbers?
+        tape, error = attempt(
+            model, example, training=training, shims=shims, computed=True, sizes=False
+        )
     if isinstance(error, PruneError):
         raise error
     if error is not None:
@@ -309,10 +348,12 @@ def attempt(
     shims: Mapping[str, Shim] | None = None,
     computed: bool = False,
     brief: bool = False,
+    sizes: bool = True,
 ) -> tuple[Tape, Exception | None]:
     """What `record` does, with the tape up to the error if the run fails.
 
-    `computed`: with all values; `brief`: without lines of code and MACs.
+    `computed`: with all values; `brief`: without lines of code, MACs and what becomes of sizes;
+    `sizes`: note what becomes of them.
     """
     args, kwargs = as_call(example)
     counts = not (training or brief)  # MACs are those of eval mode
@@ -327,13 +368,19 @@ def attempt(
         handles.append(module.register_forward_pre_hook(_enter(recorder, name)))
         handles.append(module.register_forward_hook(_leave(recorder), always_call=True))
     try:
-        with untouched(model, training), opened(model), recorder, _Watch(recorder):
+        sizes = sizes and not brief
+        with untouched(model, training), opened(model), recorder, _Watch(recorder, sizes):
             torch.default_generator.manual_seed(TRACING_SEED)
             recorder.seeds = _seeds()
-            recorder.finish(tensors_in(model(*args, **kwargs)))
+            if sizes:
+                watch_attributes(model.named_modules(), recorder.tape.sizes)
+            out = model(*args, **kwargs)
+            recorder.tape.sizes.active, recorder.busy = False, True
+            recorder.finish(tensors_in(out))
     except Exception as error:
         failed = error
     finally:
+        recorder.tape.sizes.active = False
         forget()
         with torch.no_grad():
             for tensor, before in reversed(recorder.before):
@@ -351,7 +398,7 @@ def _marker(recorder: _Recorder, path: str) -> Mark:
     def mark(name: str, result: Any) -> None:
         recorder.tape.ends.setdefault((path, name), len(recorder.tape.ops))
         if isinstance(result, (int, float)):
-            recorder.tape.numbers.setdefault((path, name), result)
+            recorder.tape.numbers.setdefault((path, name), plain(result))
         else:
             recorder.tape.marks.setdefault((path, name), recorder.values(result))
 

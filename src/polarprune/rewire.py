@@ -7,6 +7,7 @@ the labels, and the module stays what it is in everything else.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any, cast
@@ -191,7 +192,7 @@ def _getitem(node: fx.Node, sight: _Sight) -> bool:
     source, outs = sight.values(node.args[0]), sight.values(node)
     index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
     reads = node.target is operator.getitem
-    if len(source) != 1 or (reads and len(outs) != 1) or any(isinstance(i, list) for i in index):
+    if len(source) != 1 or (reads and len(outs) != 1):
         return False
     if reads and outs[0] is source[0]:
         return False  # taken out of a tuple, of which the rest are no tensors
@@ -214,10 +215,23 @@ def _counted(sight: _Sight, source: Value, axis: int, kept: Tensor, item: Any) -
     """An index or a slice along an axis, in the channels that are left of it."""
     if isinstance(item, slice):
         return slice(*_bounds(sight, source, axis, kept, (item.start, item.stop, None)))
+    order = _order(item, sight)
+    if order is not None:
+        rank = (kept.cumsum(0) - 1).tolist()
+        return [rank[place] for place in (n % len(kept) for n in order) if kept[place]]
     place = sight.number(item) if isinstance(item, fx.Node) else item
     if not isinstance(place, int) or isinstance(place, bool):
         return item  # a tensor: what it picks is frozen
     return int(kept[: place % len(kept)].sum())
+
+
+def _order(item: Any, sight: _Sight) -> list[int] | None:
+    """The numbers in a list, or in a vector that the model holds."""
+    if isinstance(item, (list, tuple)):
+        return list(item) if all(type(n) is int for n in item) else None
+    values = sight.values(item) if isinstance(item, fx.Node) else []
+    data = values[0].data if len(values) == 1 and len(values[0].shape) == 1 else None
+    return None if data is None or data.dtype == torch.bool else [int(n) for n in data]
 
 
 def _select(node: fx.Node, sight: _Sight) -> bool:
@@ -228,6 +242,18 @@ def _select(node: fx.Node, sight: _Sight) -> bool:
         return False
     place = _counted(sight, source, axis, kept, _argument(node, 2, "index"))
     node.args, node.kwargs = (node.args[0], axis, place), {}
+    return True
+
+
+def _index_select(node: fx.Node, sight: _Sight) -> bool:
+    source = sight.values(node.args[0])[0]
+    axis = source.axis(sight.given(_argument(node, 1, "dim")))
+    kept = sight.kept(source, axis)
+    if kept is None or bool(kept.all()):
+        return False
+    order = _counted(sight, source, axis, kept, _argument(node, 2, "index"))
+    node.op, node.target = "call_function", operator.getitem
+    node.args, node.kwargs = (node.args[0], (*[slice(None)] * axis, order)), {}
     return True
 
 
@@ -280,6 +306,7 @@ _TARGETS: dict[Handler, tuple[Any, ...]] = {
     _pad: (F.pad, torch._C._nn.pad),
     _getitem: (operator.getitem, operator.setitem),
     _select: ("select", torch.select),
+    _index_select: ("index_select", torch.index_select),
     _shape: ("view", "reshape", "expand", "new_zeros", "new_ones", "new_full", "new_empty",
              torch.reshape, *_FILLINGS),
     _unflatten: ("unflatten", torch.unflatten),
@@ -345,8 +372,11 @@ def _as_trained(node: Any, sight: _Sight) -> Any:
     length) is read as before."""
     if node not in sight.widths:
         return node
-    if _reads_width(node, sight):
+    if _read_by(node, sight) is not None:
         return sight.number(node)
+    counted = _counted_by(node, sight)
+    if counted:
+        return _count_as_trained(node, sight, *counted)
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _as_trained(n, sight))
     if not any(isinstance(leaf, fx.Node) for leaf in tree_leaves((args, kwargs))):
         return sight.number(node)
@@ -379,12 +409,14 @@ def _as_cut(node: Any, sight: _Sight) -> Any:
     """A number computed with the widths that are left, and the other sizes of the example."""
     if not isinstance(node, fx.Node):
         return node
-    if _reads_width(node, sight):
-        read = _read_by(node, sight)
-        assert read is not None
-        return sight.size(*read)
     if node not in sight.widths:
         return sight.number(node)
+    read = _read_by(node, sight)
+    if read is not None:
+        return sight.size(*read)
+    counted = _counted_by(node, sight)
+    if counted:
+        return math.prod(sight.size(counted[0], axis) for axis in range(len(counted[0].shape)))
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _as_cut(n, sight))
     return cast(Any, node.target)(*args, **kwargs) if node.op == "call_function" else None
 
@@ -405,9 +437,33 @@ _ARITHMETIC = (operator.mul, operator.truediv, operator.add, operator.sub, opera
 
 
 def _reads_width(node: fx.Node, sight: _Sight) -> bool:
-    """True for `x.shape[axis]` and `x.size(axis)` along channels that go."""
-    read = _read_by(node, sight)
-    return read is not None and sight.changed(*read)
+    """True for `x.shape[axis]`, `x.size(axis)` and `x.numel()`, of channels that go."""
+    read = _read_by(node, sight) or _counted_by(node, sight)
+    if read is None or isinstance(read[1], list):
+        return bool(read and read[1])
+    return sight.changed(*read)
+
+
+def _counted_by(node: Any, sight: _Sight) -> tuple[Value, list[int]] | None:
+    """The tensor, and its axes that get shorter, where a node counts the elements."""
+    if node.target not in ("numel", "nelement", torch.numel) or len(node.args) != 1:
+        return None
+    values = sight.values(node.args[0])
+    if len(values) != 1:
+        return None
+    return values[0], [k for k in range(len(values[0].shape)) if sight.changed(values[0], k)]
+
+
+def _count_as_trained(node: fx.Node, sight: _Sight, value: Value, axes: list[int]) -> Any:
+    """As many elements as there were with all channels, for any batch, height or length."""
+    left = math.prod(sight.size(value, axis) for axis in axes)
+    if not left:
+        return sight.number(node)
+    with node.graph.inserting_after(node):
+        each = node.graph.call_function(operator.floordiv, (node, left))
+    with node.graph.inserting_after(each):
+        before = math.prod(value.shape[axis] for axis in axes)
+        return node.graph.call_function(operator.mul, (each, before))
 
 
 def _read_by(node: Any, sight: _Sight) -> tuple[Value, int] | None:

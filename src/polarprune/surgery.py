@@ -7,6 +7,7 @@ rebuilt from its original class without tracing it again.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from .errors import PruneError
 from .groups import Graph, Plan, module_of, stays
 from .inline import all_baked, expose
 from .leftovers import Constant, Hollow
-from .norms import Fixed, unweigh, weigh, weight_of
+from .norms import Fixed, open_encoders, unweigh, weigh, weight_of
 from .recipe import (
     OTHER_MODEL,
     RECIPE,
@@ -53,8 +54,21 @@ def shrink(model: nn.Module, graph: Graph, plan: Plan) -> nn.Module:
                 f"or the input no longer reaches the output, or the model's code does not run: "
                 f"print(graph) says why."
             )
+    warn_of_hooks(model)
     model = all_baked(model, graph.inline)
     return cut_copy(model, write_recipe(model, graph, plan))
+
+
+def warn_of_hooks(model: nn.Module) -> None:
+    """torch copies no hooks of parameters, and ours might not fit tensors that were cut."""
+    tables = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    names = [name for name, p in model.named_parameters() if any(getattr(p, t, 0) for t in tables)]
+    if names:
+        warnings.warn(
+            f"{names[0]} (and {len(names) - 1} more) has hooks on its gradient, which the small "
+            f"model does not have. Register them there if it is to be trained.",
+            stacklevel=3,
+        )
 
 
 def write_recipe(model: nn.Module, graph: Graph, plan: Plan) -> Recipe:
@@ -284,6 +298,7 @@ def fold(model: nn.Module, graph: Graph, gates: Tensor) -> None:
     bake(expose(model, graph.inline), graph.computed)
     tensors = dict(named_tensors(model))
     weigh(model, graph, lambda units: Fixed(weight_of(spread(gates, units, 0, 1))))
+    open_encoders(model)
     with torch.no_grad():
         for name, axes in graph.sites.items():
             tensor = tensors[name]

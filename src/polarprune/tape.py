@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from .watched_sizes import SizeLog
+
 Mark = Callable[[str, Any], None]
 Shim = Callable[[nn.Module, Mark], Callable[..., Any]]
 Example = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
@@ -104,6 +106,7 @@ class Tape:
     marks: dict[tuple[str, str], list[Value]] = field(default_factory=dict)
     numbers: dict[tuple[str, str], int | float] = field(default_factory=dict)  # marked ones
     ends: dict[tuple[str, str], int] = field(default_factory=dict)  # operations before each mark
+    sizes: SizeLog = field(default_factory=SizeLog)  # what Python code did with sizes
     broken: str | None = None  # the module in which the run failed
     computed: bool = False  # with all values, not only the shapes
     looked: bool = False  # something came of values that were made up
@@ -288,20 +291,23 @@ def empty_slots(model: nn.Module) -> list[tuple[nn.Module, str]]:
         for module in model.modules()
         for table in (vars(module), module._buffers)
         for key, value in table.items()
-        if value is None
+        if value is None or (type(value) in (dict, list) and not value and key not in _OWN)
     ]
+
+
+_OWN = frozenset(vars(nn.Module()))  # the tables that torch's modules have
 
 
 def forget(slots: list[tuple[nn.Module, str]]) -> list[tuple[dict[str, Any], str, Any]]:
     """Empty them of what a run left there: of a batch that is over, as wide as the model was."""
-    kept = [
+    kept: list[tuple[dict[str, Any], str, Any]] = [
         (table, key, table[key])
         for module, key in slots
         for table in (vars(module), module._buffers)
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves(table.get(key)))
     ]
-    for table, key, _ in kept:
-        table[key] = None
+    for table, key, held in kept:
+        table[key] = held.__class__() if isinstance(held, (dict, list)) else None
     return kept
 
 

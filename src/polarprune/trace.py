@@ -21,7 +21,7 @@ from torch.nn.modules.conv import _ConvNd
 from .blocks import dropped_with, remembering
 from .computed import by_hooks, computed, is_gated
 from .cost import add_extras
-from .emit import numbers_in
+from .emit import baked_in
 from .errors import PruneError
 from .flow import Rule
 from .groups import WHOLE, Graph, Place, Plan
@@ -37,6 +37,7 @@ from .tape import (
     on_host,
 )
 from .trial import Deviation, Trial
+from .width_decisions import WidthReader
 
 
 def trace(
@@ -84,7 +85,7 @@ def survey(
     graph.with_norms = look.more_with_norms(graph)
     graph.computed, graph.inline = names, inline
     graph.notes += hooks
-    graph.held = {path: numbers_in(model.get_submodule(path)) for path in graph.rewired}
+    graph.held = {path: baked_in(model.get_submodule(path)) for path in graph.rewired}
     return graph
 
 
@@ -93,7 +94,7 @@ def changed(graph: Graph, model: nn.Module) -> list[str]:
     return [
         f"{path}.{name}"
         for path, held in graph.held.items()
-        for name, now in numbers_in(model.get_submodule(path)).items()
+        for name, now in baked_in(model.get_submodule(path)).items()
         if name in held and held[name] != now
     ]
 
@@ -167,7 +168,7 @@ def _prove(look: Look, numbers: bool) -> Graph:
     trial = Trial(look.model, look.example)
     if graph.baked:
         graph = _unbake(look, graph)
-    graph = _let_code_follow(look, graph, trial)
+    graph = _let_no_width_decide(look, _let_code_follow(look, graph, trial), trial)
     if graph.open and numbers and trial.cut(graph, _uneven(graph, 0), numbers=True):
         graph = _hold_one_by_one(look, graph, trial)
     return _let_close(look, graph, trial, numbers)
@@ -203,6 +204,24 @@ def _let_code_follow(look: Look, graph: Graph, trial: Trial) -> Graph:
         if not changed:
             break
         graph = changed
+    return _hold_one_by_one(look, graph, trial)
+
+
+def _let_no_width_decide(look: Look, graph: Graph, trial: Trial) -> Graph:
+    """Re-emit code that compares widths, with the way it takes now, or hold what it compares."""
+    for _ in range(_ATTEMPTS):
+        reader = WidthReader(look.model, graph, [_uneven(graph, seed) for seed in range(_PLANS)])
+        found = next(reader.changing(), None)
+        if found is None:
+            more = {min(plans) for plans in reader.telling() if look.seeds.isdisjoint(plans)}
+            look.seeds |= more
+            return _let_code_follow(look, graph, trial) if more else graph
+        new = _with_code_in(look, graph, found.module)
+        if new is None:
+            why = f"code that decides by the number of channels, in {found.where}"
+            look.held.update(dict.fromkeys(reader.groups(found), why))
+            new = look()
+        graph = _let_code_follow(look, new, trial)
     return _hold_one_by_one(look, graph, trial)
 
 
@@ -292,10 +311,14 @@ def _re_emit(look: Look, graph: Graph, trial: Trial, found: Deviation) -> Graph 
 
 
 def _with_code_of(look: Look, graph: Graph, op: Op) -> Graph | None:
+    return _with_code_in(look, graph, op.module)
+
+
+def _with_code_in(look: Look, graph: Graph, module: str) -> Graph | None:
     """The graph with the code of all modules of this class re-emitted, if that works out."""
     before = look.rewired
     try:
-        if look.rewire(path for path in look.like(op.module) if graph.ops_in(path)):
+        if look.rewire(path for path in look.like(module) if graph.ops_in(path)):
             return look()
     except PruneError:  # what they give each other has another form now
         look.set_rewired(before)
