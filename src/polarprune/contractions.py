@@ -125,7 +125,9 @@ def _grouped_convolution(
     if sites and not flow.pure(weight):
         flow.labels.freeze(sites.pop(), f"merged by a computed weight in {op.where}")
     flow.contractions.append(Contraction(op, factors, sites, makes))
-    return per_group.repeat(groups) if transposed and per_group is not None else lead
+    if not transposed:
+        return lead
+    return None if per_group is None else per_group.repeat(groups)
 
 
 def _grouped_input(

@@ -404,7 +404,8 @@ def _uneven(graph: Graph, seed: int) -> Plan:
         order = torch.randperm(group.size, generator=generator, device="cpu")
         share = torch.rand(1, generator=generator, device="cpu").item() if seed else 0.5
         least = max(group.minimum, 2 if group.size > 2 else 1)
-        plan[name] = sorted(order[: max(least, int(group.size * share))].tolist())
+        # rounded, so that narrow groups stay whole in some plans and are told apart by that
+        plan[name] = sorted(order[: max(least, round(group.size * share))].tolist())
     return plan
 
 
