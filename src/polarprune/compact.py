@@ -59,7 +59,7 @@ class Rebuild:
         both = sorted(self.recipe.rewired.keys() & graph.weights.keys())
         if both:
             raise PruneError(
-                f"compact: {both[0]} has a norm with weighted statistics in code that bakes in "
+                f"compact: {both[0] or 'the model'} has a norm with weighted statistics in code that bakes in "
                 f"widths. Nothing was changed; train on without compact()."
             )
 
