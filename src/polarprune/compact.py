@@ -59,8 +59,8 @@ class Rebuild:
         both = sorted(self.recipe.rewired.keys() & graph.weights.keys())
         if both:
             raise PruneError(
-                f"compact: {both[0] or 'the model'} has a norm with weighted statistics in code that bakes in "
-                f"widths. Nothing was changed; train on without compact()."
+                f"compact: {both[0] or 'the model'} has a norm with weighted statistics in code "
+                f"that bakes in widths. Nothing was changed; train on without compact()."
             )
 
     def check(self, optimizer: Optimizer) -> None:
