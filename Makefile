@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: venv demo test fuzz check attack coverage figures clean
+.PHONY: venv demo test fuzz check attack endurance coverage figures clean
 
 venv: .venv/.installed
 
@@ -29,6 +29,10 @@ check: venv
 # Forged and damaged files against `load`, under an audit hook; a few hundred run in the tests.
 attack: venv
 	OMP_NUM_THREADS=1 $(BIN)/python tests/attack.py --count 10000
+
+# Trainings that are killed, find the disk full or diverge, and go on; a few run in the tests.
+endurance: venv
+	OMP_NUM_THREADS=1 $(BIN)/python tests/endurance.py --trials 50
 
 # Models of other packages, each in a process of its own, two at a time; resumes where it stopped.
 coverage: venv

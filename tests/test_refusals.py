@@ -1,4 +1,4 @@
-"""What used to crash: unusual arguments, in the model's code and in calls of the library."""
+"""What used to crash: unusual arguments in the model's code."""
 
 from __future__ import annotations
 
@@ -232,55 +232,6 @@ def test_attention_whose_answer_holds_none_is_followed_in_re_emitted_code(
         "first": 16, "attend": 4, "attend.out_proj": 16,
     }  # fmt: skip
     assert cut_error(net, graph, (x,), (torch.randn(3, 6, 5).double(),)) < 1e-10
-
-
-# --- wrong calls ----------------------------------------------------------------------------------
-
-
-def failing(flow: Any, op: Any) -> None:
-    raise KeyError("a rule that fails")
-
-
-def small() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
-
-
-X = torch.zeros(2, 3)
-CALLS: dict[str, tuple[Callable[[nn.Sequential], Any], str]] = {
-    "keep: a module": (lambda net: pp.trace(net, X, keep=[net[0]]), "keep: Linear given"),
-    "keep: None": (lambda net: pp.trace(net, X, keep=None), "keep: NoneType given"),
-    "keep: a number": (lambda net: pp.trace(net, X, keep=3), "keep: int given"),
-    "rules: a number": (lambda net: pp.trace(net, X, rules=3), "rules=3: give a dict"),
-    "rules: a name": (lambda net: pp.trace(net, X, rules={"relu": failing}), "is no operation"),
-    "rules: no function": (
-        lambda net: pp.trace(net, X, rules={torch.ops.aten.relu: 3}),
-        "3 is no rule for aten.relu",
-    ),
-    "rules: one fails": (
-        lambda net: pp.trace(net, X, rules={torch.ops.aten.relu: failing}),
-        "the rule for aten.relu.default fails in 1 .*KeyError",
-    ),
-    "rules: one fails, Pruner": (
-        lambda net: pp.Pruner(net, X, macs=0.5, steps=9, rules={torch.ops.aten.relu: failing}),
-        "the rule for aten.relu.default fails in 1 .*KeyError",
-    ),
-    "norms: a word": (lambda net: pp.trace(net, X, norms="yes"), "norms='yes'"),
-    "load: None": (lambda net: pp.load(None, model=net), "load: path=None"),
-    "load: a number": (lambda net: pp.load(3, model=net), "load: path=3"),
-    "save: None": (lambda net: pp.save(net, None), "save: path=None"),
-    "shrink: no model": (lambda net: pp.shrink(None, pp.trace(net, X), {}), "model is a NoneType"),
-    "shrink: no graph": (lambda net: pp.shrink(net, None, {}), "graph is a NoneType"),
-    "shrink: no plan": (lambda net: pp.shrink(net, pp.trace(net, X), None), "plan: NoneType"),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_wrong_call_is_one_prune_error(name: str) -> None:
-    call, said = CALLS[name]
-    net = small()
-    with pytest.raises(pp.PruneError, match=said):
-        call(net)
-    assert net(X).shape == (2, 2) and not any(module._forward_hooks for module in net.modules())
 
 
 # --- what norms=True would open -------------------------------------------------------------------

@@ -20,6 +20,7 @@ import polarprune as pp
 from conftest import same_state, sgd, snapshot
 from nets import digits_resnet
 from polarprune.resume import check_state
+from test_latency import IMAGES, Clock, net, wound_up
 
 STEPS = 40
 State = dict[str, Any]
@@ -85,6 +86,29 @@ def test_runs_that_compact_by_themselves_resume_bit_equal_wherever_they_are_inte
         assert_same(second[0].state_dict(), whole[0].state_dict())
         assert same_state(snapshot(second[1]), snapshot(whole[1]))
         assert_same(second[2].state_dict(), whole[2].state_dict())
+
+
+@pytest.mark.parametrize("stop", [7, 19, 30])
+def test_a_run_with_a_budget_of_latency_resumes_bit_equal_if_the_clock_is_exact(
+    stop: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wound_up(Clock(), monkeypatch)
+
+    def parts() -> tuple[pp.Pruner, Any, Any]:
+        pruner = pp.Pruner(net(), IMAGES, latency=0.5, steps=STEPS, compact="auto")
+        optimizer = sgd(pruner)
+        pruner.attach(optimizer)
+        return pruner, pruner.model, optimizer
+
+    whole, first, second = parts(), parts(), parts()
+    learn(whole, 0, STEPS)
+    learn(first, 0, stop)
+    for part, state in zip(second, stored(first), strict=True):
+        part.load_state_dict(state)
+    learn(second, stop, STEPS)
+    assert whole[0].compactions and second[0].history == whole[0].history
+    assert_same(second[0].state_dict(), whole[0].state_dict())
+    assert same_state(snapshot(second[0].export()), snapshot(whole[0].export()))
 
 
 def test_what_was_given_up_is_not_tried_again_after_a_break() -> None:

@@ -6,6 +6,7 @@ import ast
 import copy
 import gc
 import json
+import os
 import sys
 import weakref
 from collections.abc import Callable
@@ -15,14 +16,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save
 from torch import Tensor, fx, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import attack
 import forgeries
 import polarprune as pp
 from forgeries import NETWORKS, Victim, node, of_version_1, victim
-from polarprune import allowed_calls, checkpoint, interpret, stored_graphs, untrusted
+from polarprune import (
+    allowed_calls,
+    checkpoint,
+    interpret,
+    size_limits,
+    stored_graphs,
+    untrusted,
+)
 
 SOURCES = Path(pp.__file__).parent
 
@@ -148,6 +158,23 @@ HOSTILE = [
     node("h", "call_function", "F.pad", [X, {"tuple": [2**40, 0]}]),
     node("h", "call_function", "F.interpolate", [X, 2**40]),
     node("h", "call_function", "F.one_hot", [X, 2**40]),
+    *(node("h", "call_method", "to", [X, name]) for name in ("hpu", "privateuseone:0", "meta")),
+    node("h", "call_function", "torch.zeros", [3], device="hpu"),  # torch would import torch.hpu
+    node("h", "call_method", "type", [X, "torch.hpu.FloatTensor"]),
+    node("h", "call_function", "F.ctc_loss", [X, X, X, X]),  # reads beyond its tensors
+    node("h", "call_function", "operator.add", [X]),
+    node("h", "call_function", "operator.getitem", [X, 0, 0]),
+    node("h", "call_function", "polarprune.one_point", []),
+    node("h", "call_function", "F.relu", [X], inplac=True),
+    node("h", "call_function", "F.pad", [X]),
+    node("h", "call_function", "torch.conv2d", []),
+    node("h", "call_function", "linalg.solve", [X]),
+    node("h", "call_method", "softmax", [X]),
+    node("h", "call_method", "view", [X]),
+    node("h", "call_method", "sum", [X], dims=1),
+    node("h", "call_module", "stem", []),
+    node("h", "call_module", "stem", [X, X]),
+    node("h", "call_module", "stem", [X], scale=1),
 ]  # fmt: skip
 
 
@@ -171,10 +198,14 @@ def test_what_is_allowed_takes_no_functions_files_or_memory() -> None:
 
 def run(*nodes: list[Any], x: Any = None) -> Any:
     """A graph of one input, from its plain data."""
+    return runs_of(*nodes)(None, x)
+
+
+def runs_of(*nodes: list[Any]) -> Callable[..., Any]:
     graph = [node("x", "placeholder", "x", []), *nodes,
              node("output", "output", "output", [{"node": nodes[-1][0]}])]  # fmt: skip
     code = stored_graphs.decode({"form": None, "fixed": {}, "train": graph, "eval": graph})
-    return interpret.runner(code.graphs["eval"], from_file=True)(None, x)
+    return interpret.runner(code.graphs["eval"], from_file=True)
 
 
 def test_items_are_written_into_tensors_only() -> None:
@@ -222,10 +253,218 @@ GROWING = {
 }  # fmt: skip
 
 
+def call(name: str, target: str, *args: Any, **kwargs: Any) -> list[Any]:
+    return node(name, "call_function" if "." in target else "call_method", target, list(args),
+                **kwargs)  # fmt: skip
+
+
+def chain(count: int, start: Any, step: Callable[[str, Any], list[Any]]) -> list[list[Any]]:
+    """A call on what the call before it gave, again and again."""
+    nodes: list[list[Any]] = []
+    for k in range(count):
+        nodes.append(step(f"c{k}", {"node": f"c{k - 1}"} if k else start))
+    return nodes
+
+
+def twice(value: Any) -> dict[str, Any]:
+    return {"list": [value, value]}
+
+
+def column(k: int) -> list[list[Any]]:
+    """Two vectors of so many numbers, upright and level."""
+    return [call("n", "torch.ones", k), call("up", "unsqueeze", {"node": "n"}, 1),
+            call("level", "unsqueeze", {"node": "n"}, 0)]  # fmt: skip
+
+
+NUMBERS, UP, LEVEL = {"node": "n"}, {"node": "up"}, {"node": "level"}
+MANY = call("n", "torch.ones", 200_000)
+GROWING |= {
+    "cat": chain(40, X, lambda name, x: call(name, "torch.cat", twice(x))),
+    "stack": chain(40, X, lambda name, x: call(name, "torch.stack", twice(x))),
+    "pad, a little": chain(40, X, lambda name, x: call(name, "F.pad", x, {"tuple": [90_000, 0]})),
+    "upsampled": [call("u", "reshape", X, 1, 1, -1), *chain(
+        9, {"node": "u"}, lambda name, x: call(name, "F.interpolate", x, None, 8.0))],
+    "outer": [*column(9000), call("h", "torch.outer", NUMBERS, NUMBERS)],
+    "a sum": [*column(9000), call("h", "operator.add", UP, LEVEL)],
+    "a comparison": [*column(9000), call("h", "torch.allclose", UP, LEVEL)],
+    "a distance": [*column(9000), call("h", "torch.dist", UP, LEVEL)],
+    "a loss": [*column(9000), call("h", "torch.binary_cross_entropy_with_logits", UP, LEVEL)],
+    "distances": [*column(9000), call("h", "torch.cdist", UP, UP)],
+    "matmul": [*column(9000), call("h", "operator.matmul", UP, LEVEL)],
+    "einsum": [*column(9000), call("h", "torch.einsum", "a,b->ab", NUMBERS, NUMBERS)],
+    "meshgrid": [*column(9000), call("h", "torch.meshgrid", NUMBERS, NUMBERS)],
+    "attention": [*column(9000), call("h", "F.scaled_dot_product_attention", UP, UP, UP)],
+    "a mask": [*column(9000), call("b", "bool", LEVEL),
+               call("h", "torch.masked_select", UP, {"node": "b"})],
+    "rows": [*column(9000), call("i", "long", NUMBERS), call("e", "expand", LEVEL, 2, 9000),
+             call("h", "operator.getitem", {"node": "e"}, {"node": "i"})],
+    "windows": [MANY, call("h", "unfold", {"node": "n"}, 0, 100_000, 1)],
+    "convolution": [call("n", "torch.ones", 1, 1, 4), call("h", "F.conv1d", NUMBERS, NUMBERS,
+                                                          None, 1, 10**6)],
+    "what a convolution reads": [
+        call("n", "torch.ones", 1, 1, 40_000), call("w", "torch.ones", 1, 1, 20_000),
+        call("h", "F.conv1d", NUMBERS, {"node": "w"})],
+    "bilinear": [call("n", "torch.ones", 1000, 250), call("w", "torch.ones", 1, 250, 250),
+                 call("h", "F.bilinear", NUMBERS, NUMBERS, {"node": "w"})],
+    "fft": [call("h", "fft.fft", X, 10**8)],
+    "a norm over many": [call("u", "reshape", X, 1, 1, -1),
+                         call("h", "F.local_response_norm", {"node": "u"}, 10**7)],
+    "mvlgamma": [call("h", "torch.mvlgamma", X, 10**7)],
+    "repeats": [call("i", "torch.full", {"tuple": [1]}, 10**9),
+                call("h", "torch.repeat_interleave", X, {"node": "i"})],
+    "places": [MANY, call("v", "reshape", NUMBERS, *[1] * 60, -1),
+               call("h", "nonzero", {"node": "v"})],
+    "places to write": [MANY, call("v", "reshape", NUMBERS, *[1] * 60, -1),
+                        call("b", "bool", {"node": "v"}),
+                        call("h", "operator.setitem", {"node": "v"}, {"node": "b"}, 0.0)],
+    "masks and rows": [*column(9000), call("i", "long", UP), call("b", "bool", NUMBERS),
+                       call("z", "expand", LEVEL, 2, 9000),
+                       call("h", "operator.getitem", {"node": "z"},
+                            {"tuple": [{"node": "i"}, {"node": "b"}]})],
+    "unbind": [MANY, call("h", "unbind", NUMBERS)],
+    "split": [MANY, call("h", "split", NUMBERS, 1)],
+    "tensor_split": [MANY, call("h", "tensor_split", NUMBERS, 200_000)],
+    "numbers": [MANY, call("h", "tolist", NUMBERS)],
+    "a list of rows": [MANY, call("h", "operator.iadd", {"list": []}, NUMBERS)],
+    "a power": [call("h", "operator.pow", 10, 10**9)],
+    "squares": chain(40, 10, lambda name, x: call(name, "operator.mul", x, x)),
+    "a text": [call("h", "operator.mul", "a", 10**12)],
+    "a wide text": [call("h", "operator.mod", "%1000000000d", 5)],
+    "texts": chain(40, "aa", lambda name, x: call(name, "operator.add", x, x)),
+    "a list": [call("h", "operator.mul", {"list": [0]}, 10**12)],
+    "lists": chain(40, twice(0), lambda name, x: call(name, "operator.add", x, x)),
+    "lists in lists": chain(40, 0, lambda name, x: call(name, "operator.getitem",
+                                                        {"list": [twice(x)]}, 0)),
+    "a deep list": chain(90, 0, lambda name, x: call(name, "operator.getitem",
+                                                     {"list": [{"list": [x]}]}, 0)),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", GROWING)
-def test_a_size_out_of_proportion_is_refused_before_it_is_allocated(name: str) -> None:
-    with pytest.raises(pp.PruneError, match="asks for"):
+def test_a_size_out_of_proportion_is_refused_before_it_is_allocated(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(size_limits, "_BYTES", 2**20)
+    with pytest.raises(pp.PruneError, match=r"asks for .* out of proportion"):
         run(*GROWING[name], x=torch.ones(2))
+
+
+def test_what_is_kept_is_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(size_limits, "_BYTES", 2**20)
+    made = [call(f"z{k}", "torch.ones", 200_000) for k in range(9)]
+    assert run(*made, x=torch.ones(2)).sum() == 200_000  # one after the other
+    kept = {"list": [{"node": f"z{k}"} for k in range(9)]}
+    with pytest.raises(pp.PruneError, match="out of proportion"):
+        run(*made, call("h", "torch.cat", kept), x=torch.ones(2))
+    views = [call(f"v{k}", "view", {"node": "z0"}, -1) for k in range(9)]
+    all_views = {"list": [{"node": f"v{k}"} for k in range(9)]}
+    run(made[0], *views, call("h", "operator.getitem", all_views, 0), x=torch.ones(2))
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What `Watch` was made for."""
+    made: list[Any] = []
+
+    class Noted(size_limits.Watch):
+        def __init__(self, module: Any, inputs: Any) -> None:
+            made.append(inputs)
+            super().__init__(module, inputs)
+
+    monkeypatch.setattr(interpret, "Watch", Noted)
+    return made
+
+
+def test_inputs_are_watched_once_for_each_size(watched: list[Any]) -> None:
+    double = runs_of(call("a", "operator.add", X, X), call("h", "F.dropout", {"node": "a"}, 0.5))
+    for size, count in ((3, 1), (3, 1), (4, 2), (3, 2), (4, 2)):
+        x = torch.randn(size)
+        torch.manual_seed(0)
+        found = double(None, x)
+        torch.manual_seed(0)
+        assert torch.equal(found, F.dropout(x + x, 0.5)) and len(watched) == count
+    with FlopCounterMode(display=False):
+        double(None, torch.ones(5))
+    double(None, torch.ones(6, device="meta"))
+    torch.func.vmap(double, (None, 0), randomness="different")(None, torch.ones(7, 8))
+    assert len(watched) == 2
+
+
+@pytest.mark.parametrize("how", ["item", "tolist", "nonzero", "a mask"])
+def test_sizes_that_come_from_values_are_always_watched(
+    how: str, watched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(size_limits, "_BYTES", 2**20)
+    ways = {
+        "item": [call("s", "sum", X), call("i", "item", {"node": "s"}),
+                 call("n", "operator.mul", {"node": "i"}, 1.0),
+                 call("h", "torch.arange", {"node": "n"})],
+        "tolist": [call("s", "long", X), call("i", "tolist", {"node": "s"}),
+                   call("h", "torch.zeros", {"node": "i"})],
+        "nonzero": [call("i", "nonzero", X), call("j", "t", {"node": "i"}),
+                    call("h", "operator.mul", {"node": "i"}, {"node": "j"})],
+        "a mask": [call("b", "bool", X), call("i", "operator.getitem", X, {"node": "b"}),
+                   call("h", "torch.outer", {"node": "i"}, {"node": "i"})],
+    }  # fmt: skip
+    grows = runs_of(*ways[how])
+    few, many = torch.zeros(2), torch.full((2,), 1e6)
+    if how in ("nonzero", "a mask"):
+        few, many = torch.zeros(2000), torch.ones(2000)
+    for _ in range(2):
+        grows(None, few)
+    assert len(watched) == 2
+    with pytest.raises(pp.PruneError, match="out of proportion"):
+        grows(None, many)
+
+
+def test_what_children_give_counts_as_an_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(size_limits, "_BYTES", 2**10)
+    model = nn.Module()
+    model.wide = nn.Upsample(scale_factor=8)
+    inside = runs_of(node("a", "call_module", "wide", [X]), call("h", "F.pad", {"node": "a"},
+                                                               {"tuple": [90, 90]}))  # fmt: skip
+    assert inside(model, torch.ones(1, 1, 4)).shape == (1, 1, 212)
+    again = runs_of(*chain(20, X, lambda name, x: node(name, "call_module", "wide", [x])))
+    with pytest.raises(pp.PruneError, match=r"node c[2-7] \(wide\).*out of proportion"):
+        again(model, torch.ones(1, 1, 4))
+
+
+def test_what_fails_names_the_module_and_the_node(
+    victims: dict[str, Victim], tmp_path: Path
+) -> None:
+    one = victims["re-emitted code"]
+    wrong = [call("h", "torch.matmul", X, X)]
+    small = opened(one, with_nodes(one, wrong), tmp_path)
+    with pytest.raises(pp.PruneError) as error:
+        small(torch.randn(2, 3, 6, 5))
+    assert (
+        "Baked, node h (matmul): the stored code of this module failed: RuntimeError: Expected"
+        in str(error.value)
+    )
+    assert isinstance(error.value.__cause__, RuntimeError)
+    fine = opened(one, one.data, tmp_path)
+    with pytest.raises(pp.PruneError, match=r"Baked, node stem \(stem\).*to have 3 channels"):
+        fine(torch.randn(2, 4, 6, 6))
+
+
+class Own(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Own, ValueError, KeyError, torch.OutOfMemoryError])
+def test_what_a_child_raises_on_purpose_stays_what_it_is(
+    kind: type[Exception], victims: dict[str, Victim], tmp_path: Path
+) -> None:
+    one = victims["re-emitted code"]
+    small = opened(one, one.data, tmp_path)
+
+    def stop(*_: Any) -> None:
+        raise kind("enough")
+
+    small.stem.register_forward_hook(stop)
+    for _ in range(2):
+        with pytest.raises(kind, match="enough"):
+            small(one.x)
 
 
 def test_sizes_in_proportion_pass() -> None:
@@ -240,6 +479,10 @@ def test_sizes_in_proportion_pass() -> None:
         node("h", "call_function", "torch.zeros", [{"tuple": [3, 5]}]),
         node("h", "call_function", "torch.arange", [2, 9]),
         node("h", "call_method", "new_full", [X, {"tuple": [2, 2]}, 1.0]),
+        node("h", "call_function", "torch.full", [{"tuple": [2]}, 10**12]),
+        node("h", "call_method", "new_full", [X, {"tuple": [2]}, -(2**63)]),
+        node("h", "call_function", "torch.randint", [0, 10**12, {"tuple": [2]}]),
+        node("h", "call_function", "operator.getitem", [X, {"slice": [0, 2**62, 2**62]}]),
     ]
     assert all(run(call, x=x).numel() > 0 for call in calls)
 
@@ -339,6 +582,8 @@ TEXTS = {
     "very deep": lambda text: '{"a": ' * 200_000 + "1" + "}" * 200_000,
     "very deep, not closed": lambda text: "[" * 10**6,
     "too long": lambda text: text + " " * 2**26,
+    "a text that does not end": lambda text: '"' + '\\"' * 10**6,
+    "many values": lambda text: text.replace('"card": {', f'"card": {{"a": [{"0," * 2**23}0], '),
     "no object": lambda text: "[1, 2]",
     "a text": lambda text: '"abc"',
     "a number": lambda text: "3",
@@ -442,6 +687,13 @@ RECIPES: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
                            ("training", 0), ("forward", 0), ("_modules", 0), ("__class__", 0),
                            ("padding_mode", "zeros"), ("new", 1), ("weight", 0), ("bias", 0),
                            ("_\uff3fclass_\uff3f", 1), ("_is_full_backward_hook", 0))},
+    **{f"{path}.{name} = {value}": (which, put("attributes", path, value={name: value}))
+       for which, path, name, value in (
+           ("fewer heads", "tail", "out_features", 2), ("fewer heads", "norm", "eps", 0),
+           ("fewer heads", "norm", "normalized_shape", [7]),
+           ("a computed weight", "3", "out_channels", 1),
+           ("a block without its branch", "4", "out_features", 1),
+           ("a block without its branch", "0", "groups", 0))},
     "an attribute missing": ("re-emitted code", lambda r: r["attributes"]["stem"].pop("groups")),
     "a constant with channels": ("re-emitted code", put("constants", value=["stem"])),
     "an identity with channels": ("fewer heads", put("identities", value=["norm"])),
@@ -490,6 +742,76 @@ def test_slices_that_repeat_an_index_take_no_memory(
     one = victims["re-emitted code"]
     many = {"0": [0] * 30_000, "1": [0] * 30_000}
     refused(one, forged(one, put("slices", W, value=many)), tmp_path, "out of order or range")
+
+
+def test_code_is_not_endless(
+    victims: dict[str, Victim], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = victims["re-emitted code"]
+    small = opened(one, one.data, tmp_path)
+    monkeypatch.setattr(untrusted, "_CODE", 2000)
+    opened(one, one.data, tmp_path)
+    for added in (chain(200, X, lambda name, x: call(name, "abs", x)),
+                  [call("h", "torch.cat", {"list": [1] * 2000})]):  # fmt: skip
+        refused(one, with_nodes(one, added), tmp_path, "too much code")
+    monkeypatch.setattr(untrusted, "_CODE", 10)
+    with pytest.raises(pp.PruneError, match="could not be loaded again: it holds too much code"):
+        pp.save(small, tmp_path / "again.safetensors")
+
+
+def test_a_file_far_larger_than_the_model_is_not_read(
+    victims: dict[str, Victim], tmp_path: Path
+) -> None:
+    one, file = victims["re-emitted code"], tmp_path / "some.safetensors"
+    many = {**one.tensors, **{f"t{k}": torch.zeros(0) for k in range(200)}}
+    refused(one, replace(one, tensors=many).signed(json.dumps(one.content)), tmp_path, "too large")
+    header = {"__metadata__": {"polarprune": json.dumps(one.content)},
+              "x": {"dtype": "U8", "shape": [2**31], "data_offsets": [0, 2**31]}}  # fmt: skip
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(file, 8 + len(text) + 2**31)  # all of it a hole
+    with pytest.raises(pp.PruneError, match="far too large"):
+        pp.load(file, model=one.make())
+    file.unlink()
+
+
+def test_messages_hold_nothing_that_a_terminal_acts_on(
+    victims: dict[str, Victim], tmp_path: Path
+) -> None:
+    one = victims["re-emitted code"]
+    for name in ("\x1b]0;title\x07", "\ud800", "\u202e", "a" * 4000):
+        with pytest.raises(pp.PruneError) as error:
+            opened(one, forged(one, put("unread", value=[name])), tmp_path)
+        assert str(error.value).isprintable() and len(str(error.value)) < 1500
+
+
+def arguments(change: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]:
+    def apply(recipe: dict[str, Any]) -> None:
+        for code in recipe["rewired"].values():
+            change(code)
+
+    return apply
+
+
+def add_input(code: dict[str, Any], *default: Any) -> None:
+    for mode in ("train", "eval"):
+        code[mode].insert(1, node("more", "placeholder", "more", list(default)))
+
+
+@pytest.mark.parametrize("name", ["re-emitted code", "a block without its branch"])
+def test_arguments_that_the_class_does_not_take_are_refused(
+    name: str, victims: dict[str, Victim], tmp_path: Path
+) -> None:
+    one = victims[name]
+
+    def rename(code: dict[str, Any]) -> None:
+        for mode in ("train", "eval"):
+            code[mode][0][2] = "other"
+
+    for change in (add_input, lambda code: add_input(code, 1),
+                   lambda code: add_input(code, {"node": code["train"][0][0]}),
+                   *([rename] if "block" in name else [])):  # fmt: skip
+        refused(one, forged(one, arguments(change)), tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool, torch.uint8])

@@ -3,16 +3,21 @@
 They compute tensors, sizes and numbers from the same. None of them takes a function, reads or
 writes memory by address, a file, a hook or a storage, changes the size of a storage, or hands out
 an object that does. A name that is not here cannot be stored, and a file with one is refused.
+`ctc_loss` is not here: torch does not check its targets, and reads memory beyond its tensors.
 """
 
 from __future__ import annotations
 
 import builtins
+import inspect
 import operator
+from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from . import interpret
 from .errors import PruneError
@@ -81,7 +86,7 @@ adaptive_max_pool1d_with_indices adaptive_max_pool2d adaptive_max_pool2d_with_in
 adaptive_max_pool3d adaptive_max_pool3d_with_indices affine_grid alpha_dropout avg_pool1d
 avg_pool2d avg_pool3d batch_norm bilinear binary_cross_entropy binary_cross_entropy_with_logits
 celu channel_shuffle conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
-cosine_embedding_loss cosine_similarity cross_entropy ctc_loss dropout dropout1d dropout2d
+cosine_embedding_loss cosine_similarity cross_entropy dropout dropout1d dropout2d
 dropout3d elu embedding embedding_bag feature_alpha_dropout fold gaussian_nll_loss gelu glu
 grid_sample group_norm gumbel_softmax hardshrink hardsigmoid hardswish hardtanh
 hinge_embedding_loss huber_loss instance_norm interpolate kl_div l1_loss layer_norm leaky_relu
@@ -168,3 +173,53 @@ def name_of_function(function: Any) -> str:
     if id(function) not in _NAMES:
         raise PruneError(f"{function} cannot be stored by name")
     return _NAMES[id(function)]
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+_PREFIXES = {"linalg": "linalg_", "fft": "fft_", "special": "special_"}
+_OPERANDS = {**dict.fromkeys(("abs", "index", "inv", "invert", "neg", "not_", "pos"), 1),
+             "setitem": 3}  # fmt: skip
+_ALSO = """
+a axis device dtype generator input keepdims layout memory_format names out pin_memory
+requires_grad size x x1 x2
+"""  # names that torch takes for arguments that its schemas call otherwise, or do not have
+
+
+def takes(kind: str, target: str, count: int, names: Iterable[str]) -> bool:
+    """True if a call can be given so many arguments by place and these by name, as far as known."""
+    if target.startswith("operator."):
+        return count == _OPERANDS.get(target.removeprefix("operator."), 2) and not list(names)
+    signature = _signature(kind, target)
+    if signature is not None:
+        try:
+            signature.bind(*[None] * count, **dict.fromkeys(names))
+        except TypeError:
+            return False
+        return True
+    least, known = _schema(kind, target)
+    named = set(names)
+    return count + len(named) >= least and (known is None or named <= known)
+
+
+@cache
+def _signature(kind: str, target: str) -> inspect.Signature | None:
+    """Of functions and methods that are written in Python."""
+    found = FUNCTIONS.get(target) if kind == "call_function" else getattr(Tensor, target, None)
+    try:
+        return inspect.signature(found) if found is not None else None
+    except (TypeError, ValueError):
+        return None
+
+
+@cache
+def _schema(kind: str, target: str) -> tuple[int, frozenset[str] | None]:
+    """Of the others: how many arguments they need at least, and the names that these may have."""
+    home, _, name = target.rpartition(".")
+    operation = getattr(torch.ops.aten, f"{_PREFIXES.get(home, '')}{name}", None)
+    if operation is None or home == "builtins":
+        return 0, None
+    schemas = [getattr(operation, one)._schema.arguments for one in operation.overloads()]
+    needed = [sum(not one.has_default_value() for one in arguments) for arguments in schemas]
+    names = [one.name for arguments in schemas for one in arguments]
+    return min(needed), frozenset([*names, *_ALSO.split()])

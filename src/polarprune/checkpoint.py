@@ -8,6 +8,7 @@ in `untrusted` before anything is built from it.
 from __future__ import annotations
 
 import json
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +27,23 @@ from .tape import copied, named_tensors
 from .untrusted import (
     BLANK,
     check_aliases,
+    check_amount,
     check_code,
     check_computed,
     check_recipe,
     demand,
     is_intact,
     parsed,
+    printable,
     recipe_of,
     same_kind,
     signed,
 )
 
 _KEY = "polarprune"
+_WANTED = "Give a file that polarprune.save wrote."
 _VERSION = 2
+_NAMES, _BYTES = 100, 2**30  # tensors in a file, and bytes of it, that are few for any model
 _PARTS = {"version", "recipe", "aliases", "card"}  # and, since version 2, "sha256"
 
 
@@ -48,6 +53,9 @@ def save(model: nn.Module, path: str | Path, *, card: dict[str, Any] | None = No
     `card` is plain data about it, whatever the user wants to know later (`read_card`).
     """
     check_path("save", path)
+    if card is not None and not isinstance(card, dict):
+        raise PruneError(f"save: card is a {type(card).__name__}; give a dict of plain data.")
+    model = getattr(model, "_orig_mod", model)  # inside torch.compile: its names are the class's
     recipe = getattr(model, RECIPE, None)
     if recipe is None:
         raise PruneError(
@@ -60,6 +68,9 @@ def save(model: nn.Module, path: str | Path, *, card: dict[str, Any] | None = No
     for name, tensor in model.state_dict().items():
         if not isinstance(tensor, Tensor):
             raise PruneError(f"save: {name} is no tensor (get_extra_state); files hold only these.")
+        if tensor.is_meta:
+            raise PruneError(f"save: {name} is on the meta device and has no values; save the "
+                             f"model before it goes there.")  # fmt: skip
         place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
         if tensor.numel() and place in seen:
             aliases[name] = seen[place]
@@ -70,10 +81,24 @@ def save(model: nn.Module, path: str | Path, *, card: dict[str, Any] | None = No
                "card": card or {}}  # fmt: skip
     try:
         text = json.dumps(content, allow_nan=False)
-        parsed(text)  # what is saved can be loaded
+        written = parsed(text)["recipe"]  # what is saved can be loaded
+    except (TypeError, ValueError, RecursionError, PruneError) as error:
+        raise PruneError(
+            f"save: {path} cannot be written: {error}. Give plain data as card: texts, finite "
+            f"numbers, lists and dicts of them."
+        ) from error
+    try:
+        check_amount(written)
+        check_code(recipe_of(written), model)
+    except PruneError as error:
+        raise PruneError(f"save: {path} could not be loaded again: {error}.") from error
+    try:
         write_tensors(tensors, Path(path), {_KEY: signed(text, tensors)})
-    except (OSError, TypeError, KeyError, ValueError, SafetensorError, PruneError) as error:
-        raise PruneError(f"save: {path} cannot be written: {error!r}.") from error
+    except (OSError, KeyError, ValueError, SafetensorError) as error:
+        raise PruneError(
+            f"save: {path} cannot be written: {error}. What is there is kept as it was: make room, "
+            f"or give another path."
+        ) from error
 
 
 def write_tensors(
@@ -99,11 +124,11 @@ def load(path: str | Path, *, model: nn.Module) -> nn.Module:
     """
     check_path("load", path)
     if not isinstance(model, nn.Module):
-        raise PruneError(f"load: model={model!r}; give an instance, as model=Net().")
+        raise PruneError(f"load: model={reprlib.repr(model)}; give an instance, as model=Net().")
     if any(tensor.is_meta for _, tensor in named_tensors(model)):
         raise PruneError("load: the model is on the meta device; give one that holds its weights.")
     text = _text(path)
-    content, tensors = _content(text, path), _tensors(path)
+    content, tensors = _content(text, path), _tensors(path, model)
     if content["version"] > 1 and not is_intact(text, content["sha256"], tensors):
         raise PruneError(f"load: {path} is damaged: its checksum is another one. Copy it again.")
     try:
@@ -111,7 +136,8 @@ def load(path: str | Path, *, model: nn.Module) -> nn.Module:
         tensors.update({name: tensors[same] for name, same in content["aliases"].items()})
         small = _built(content, model)
     except PruneError as error:
-        raise PruneError(f"load: {path} is damaged, or of another model: {error}") from error
+        what = printable(str(error))
+        raise PruneError(f"load: {path} is damaged, or of another model: {what}") from error
     except Exception as error:  # whatever a file may lead to
         raise _damaged(path, error) from error
     _fill(small, tensors, path)
@@ -121,6 +147,7 @@ def load(path: str | Path, *, model: nn.Module) -> nn.Module:
 def _built(content: dict[str, Any], model: nn.Module) -> nn.Module:
     """The small model, with the weights of the one that was given."""
     data = content["recipe"]
+    check_amount(data)
     recipe = recipe_of(_current(data, model) if content["version"] == 1 else data)
     check_computed(recipe, model)
     base = bake(copied(model), recipe.computed) if recipe.computed else model
@@ -181,6 +208,7 @@ def _current(data: Any, model: nn.Module) -> dict[str, Any]:
 
 def read_card(path: str | Path) -> dict[str, Any]:
     """What `save(..., card=...)` put beside the model."""
+    check_path("read_card", path)
     card: dict[str, Any] = _content(_text(path), path)["card"]
     return card
 
@@ -204,20 +232,33 @@ def _content(text: str, path: str | Path) -> dict[str, Any]:
 
 def _text(path: str | Path) -> str:
     if not Path(path).is_file():
-        raise PruneError(f"load: there is no file {path}.")
+        raise PruneError(f"load: there is no file {path}. {_WANTED}")
     try:
         with safe_open(str(path), framework="pt") as file:
             text = (file.metadata() or {}).get(_KEY)
     except Exception as error:  # SafetensorError, OSError, and what its parser may raise
-        raise PruneError(f"load: {path} is not a safetensors file: {error}.") from error
+        raise PruneError(f"load: {path} is not a safetensors file: {error}. {_WANTED}") from error
     if text is None:
-        raise PruneError(f"load: {path} holds no recipe; it was not written by polarprune.save.")
+        raise PruneError(
+            f"load: {path} holds no recipe; it was not written by polarprune.save. {_WANTED}"
+        )
     return str(text)
 
 
-def _tensors(path: str | Path) -> dict[str, Tensor]:
+def _tensors(path: str | Path, model: nn.Module) -> dict[str, Tensor]:
+    own = [tensor for tensor in model.state_dict().values() if isinstance(tensor, Tensor)]
     try:
+        with safe_open(str(path), framework="pt") as file:
+            fits = len(file.keys()) <= _NAMES + 2 * len(own)
+        fits &= Path(path).stat().st_size <= _BYTES + 64 * sum(tensor.nbytes for tensor in own)
+        if not fits:
+            raise PruneError(
+                f"load: {path} is far too large for this model. Give a fresh instance of the class "
+                f"that was pruned."
+            )
         tensors: dict[str, Tensor] = load_file(str(path))
+    except PruneError:
+        raise
     except Exception as error:  # types that this torch does not have
         raise _damaged(path, error) from error
     return tensors

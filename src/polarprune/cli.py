@@ -23,7 +23,7 @@ from .deploy import FORMATS, deploy
 from .errors import PruneError
 from .experiments import commands
 from .experiments.networks import NETWORKS
-from .experiments.run import make_folder, rebuilt
+from .experiments.run import make_folder, rebuilt, replacing, write_text
 from .pictures import save_gate_histogram
 from .report import Report
 from .settings import check_settings
@@ -53,10 +53,10 @@ def demo(
     """Prune a small residual network on handwritten digits while it trains."""
     start = time.perf_counter()
     try:
-        make_folder(out)
         if epochs < 1:
             raise PruneError(f"--epochs {epochs}: at least one.")
         check_settings({"macs": macs}, None, epochs)
+        make_folder(out)
         settings = Settings(budget=macs, epochs=epochs, seed=seed)
         with bar() as shown:
             task = shown.add_task("starting", total=None, info="")
@@ -67,9 +67,9 @@ def demo(
             demonstration = Demo(settings, show)
             shown.update(task, total=demonstration.total_epochs)
             report, small = demonstration.run()
+        _write(out, report, small)
     except PruneError as error:
         fail(error)
-    _write(out, report, small)
     _show(report, macs)
     console.print(f"\n{time.perf_counter() - start:.0f} s. Written to {out}/: small.safetensors, "
                   "report.html, report.json, gates.png")  # fmt: skip
@@ -77,9 +77,10 @@ def demo(
 
 def _write(out: Path, report: Report, small: nn.Module) -> None:
     save(small, out / "small.safetensors")
-    (out / "report.json").write_text(report.to_json(), encoding="utf-8")
-    (out / "report.html").write_text(report.to_html(), encoding="utf-8")
-    save_gate_histogram(report, out / "gates.png")
+    write_text(out / "report.json", report.to_json())
+    write_text(out / "report.html", report.to_html())
+    with replacing(out / "gates.png") as new:
+        save_gate_histogram(report, new)
 
 
 def _show(report: Report, budget: float) -> None:
@@ -244,14 +245,12 @@ def report(
     """Print the report of a run, or write it as a page."""
     try:
         found = Report.from_json(file.read_text(encoding="utf-8"))
+        text = found.to_html() if html else str(found)
+        if html:
+            write_text(html, text)
     except PruneError as error:
         fail(error)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        fail(PruneError(f"{file}: not the report.json of a run ({error})."))
-    if html:
-        try:
-            html.write_text(found.to_html(), encoding="utf-8")
-        except OSError as error:
-            fail(PruneError(f"--html {html}: it cannot be written: {error}."))
-    else:
-        console.print(str(found), soft_wrap=True, markup=False)
+    except Exception as error:  # whatever may be in a file
+        fail(PruneError(f"{file}: not the report.json of a run ({error!r}). Give that file."))
+    if not html:
+        console.print(text, soft_wrap=True, markup=False)

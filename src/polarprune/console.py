@@ -53,5 +53,6 @@ def device_of(name: str) -> str:
 def fail(error: Exception) -> NoReturn:
     """One line, and no more."""
     to = Console(stderr=True, emoji=False)
-    to.print(f"{type(error).__name__}: {error}", style="red", markup=False, soft_wrap=True)
+    text = " ".join(f"{type(error).__name__}: {error}".splitlines())
+    to.print(text, style="red", markup=False, soft_wrap=True)
     raise typer.Exit(1)

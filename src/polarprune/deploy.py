@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import re
 import tempfile
@@ -52,7 +53,12 @@ def deploy(model: nn.Module, inputs: Inputs, file: Path) -> tuple[float, bool]:
             new.replace(file)
     except PruneError:
         raise
-    except Exception as error:  # of the exporter, of the runtime, or no room to write
+    except OSError as error:
+        raise PruneError(
+            f"{file}: it cannot be written: {error.strerror or error}. What is there is kept as it "
+            f"was: make room, or give another place."
+        ) from error
+    except Exception as error:  # of the exporter, or of the runtime
         raise PruneError(f"{file}: this model could not be written so: {_reason(error)}") from error
     return apart, any_size
 
@@ -139,7 +145,9 @@ def _onnx(program: ExportedProgram, inputs: Inputs, any_size: bool, file: Path) 
 
 
 def _pt2(program: ExportedProgram, inputs: Inputs, any_size: bool, file: Path) -> Answer:
-    torch.export.save(program, file)
+    content = io.BytesIO()
+    torch.export.save(program, content)  # to a file: on a full disk torch ends the whole process
+    file.write_bytes(content.getvalue())
     loaded = torch.export.load(file).module()
     return lambda some: _tensors(loaded(*some))
 

@@ -47,9 +47,9 @@ def _changed(example: Example, change: Callable[[Tensor], Tensor]) -> Example:
 
 
 def _shuffled(x: Tensor) -> Tensor:
-    """Integers stay in their order: they may be indices or lengths."""
-    if not x.is_floating_point():
-        return x.clone()
+    """Integers stay in their order: they may be indices or lengths. So do sparse tensors."""
+    if not x.is_floating_point() or x.layout != torch.strided:
+        return x.detach().clone()
     generator = torch.Generator("cpu").manual_seed(0)
     order = torch.randperm(x.numel(), generator=generator, device="cpu").to(x.device)
     return x.detach().reshape(-1)[order].reshape(x.shape)

@@ -6,11 +6,13 @@ gradient. As ε decays, every other gate tends to 1.
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from .errors import PruneError
 from .norms import weight_of
 from .surgery import spread
 
@@ -61,6 +63,7 @@ class Gate(nn.Module):
 
     def __init__(self, size: int, axis: int = 1, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
+        _check(size, axis, dtype)
         self.axis = axis
         self.alpha = nn.Parameter(torch.full((size,), ALPHA_START, dtype=dtype))
         self.register_buffer("eps", torch.tensor(EPS_START, dtype=dtype))
@@ -72,9 +75,33 @@ class Gate(nn.Module):
         return values if self.speed is None else at_speed(values, self.speed)
 
     def forward(self, x: Tensor) -> Tensor:
+        self._check_input(x)
         shape = [1] * x.dim()
         shape[self.axis] = -1
         return x * self.values().to(x.dtype).reshape(shape)
+
+    def _check_input(self, x: Any) -> None:
+        """What would broadcast, or round gates to 0 and 1, is refused, too."""
+        given, size = type(x).__name__, len(self.alpha)
+        if isinstance(x, Tensor):
+            fits = -x.dim() <= self.axis < x.dim() and x.shape[self.axis] == size
+            if fits and (x.is_floating_point() or x.is_complex()):
+                return
+            given = f"{x.dtype} of shape {list(x.shape)}"
+        raise PruneError(
+            f"Gate: the input is {given}; give a tensor of floating-point numbers with {size} "
+            f"channels along axis {self.axis}, or build Gate(size, axis) for it."
+        )
+
+
+def _check(size: Any, axis: Any, dtype: Any) -> None:
+    whole = [isinstance(n, Integral) and not isinstance(n, bool) for n in (size, axis)]
+    if not whole[0] or size < 1:
+        raise PruneError(f"Gate: size={size!r}; give the number of channels, at least 1.")
+    if not whole[1]:
+        raise PruneError(f"Gate: axis={axis!r}; give the axis of the channels, a whole number.")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise PruneError(f"Gate: dtype={dtype!r}; give a floating-point type, as torch.float32.")
 
 
 class GateVector(nn.Module):

@@ -8,7 +8,7 @@ in plain Python code.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,33 +16,34 @@ import torch
 from torch import Tensor, fx, nn
 
 from .errors import PruneError
-from .size_limits import elements_of, limited
+from .size_limits import TooMuch, Watch, can_be_watched, signature
 
 Step = Callable[[list[Any]], None]
-_MODULE, _ELEMENTS, _INPUTS = 0, 1, 2  # slots: the module, the size of its inputs, the inputs
+_MODULE, _INPUTS = 0, 1  # slots: the module, its inputs
 
 
 def runner(graph: fx.Graph, *, from_file: bool = False) -> Callable[..., Any]:
     """The graph as a function of the module and the values of the placeholders, in order.
 
-    `from_file`: calls that would make tensors out of proportion to the inputs are refused, and
-    memory that is not initialized is zeroed.
+    `from_file`: memory that is not initialized is zeroed, calls that would make tensors out of
+    proportion to the inputs are refused, and what fails is one PruneError with the node.
     """
     plan = _Plan(from_file)
     for node in sorted(graph.nodes, key=lambda node: node.op != "placeholder"):
         plan.add(node)
     template, result = plan.slots, plan.result
     steps = plan.steps()
-    measured = any(_ELEMENTS in call.given for call in plan.calls)
+    guard = _Guard(plan.calls, steps) if from_file else None
 
     def run(module: nn.Module | None, *inputs: Any) -> Any:
         slots = template.copy()
         slots[_MODULE] = module
         slots[_INPUTS : _INPUTS + len(inputs)] = inputs
-        if measured:
-            slots[_ELEMENTS] = elements_of(inputs)
-        for step in steps:
-            step(slots)
+        if guard is None or torch.compiler.is_compiling():
+            for step in steps:
+                step(slots)
+        else:
+            guard.run(module, inputs, slots)
         return slots[result]
 
     return run
@@ -56,6 +57,13 @@ class _Call:
     given: list[int]
     names: tuple[str, ...]  # of the last ones of `given`, which are passed by keyword
     result: int
+    node: fx.Node | None = None
+    spent: tuple[int, ...] = ()  # slots that are not read after it
+
+    @property
+    def child(self) -> str:
+        """The module that it calls, or nothing."""
+        return str(self.node.target) if self.node and self.node.op == "call_module" else ""
 
 
 @dataclass
@@ -63,7 +71,7 @@ class _Plan:
     """The slots and the calls of a graph."""
 
     from_file: bool
-    slots: list[Any] = field(default_factory=lambda: [None, None])  # what is in them at the start
+    slots: list[Any] = field(default_factory=lambda: [None])  # what is in them at the start
     calls: list[_Call] = field(default_factory=list)
     where: dict[fx.Node, int] = field(default_factory=dict)
     result: int = _MODULE
@@ -74,37 +82,41 @@ class _Plan:
         elif node.op == "output":
             self.result = self._place(node.args[0])
         else:
-            function, first = self._function(node)
+            first = [_MODULE] if node.op in ("call_module", "get_attr") else []
             given = first + [self._place(item) for item in node.args]
             given += [self._place(item) for item in node.kwargs.values()]
-            self.where[node] = self._call(function, given, tuple(node.kwargs))
+            self.where[node] = self._call(self._function(node), given, tuple(node.kwargs), node)
 
-    def _function(self, node: fx.Node) -> tuple[Callable[..., Any], list[int]]:
-        """What to call for a node, and the slots of what it is given before the arguments."""
+    def _function(self, node: fx.Node) -> Callable[..., Any]:
+        """What to call for a node."""
         target: Any = node.target
         if node.op in ("call_module", "get_attr"):
-            return (_child if node.op == "call_module" else _tensor)(target), [_MODULE]
+            return (_child if node.op == "call_module" else _tensor)(target)
         if self.from_file:
             target = _ZEROED.get(target, target)
-        call = _method(target) if node.op == "call_method" else _CHECKED.get(target, target)
-        checked = limited(target, call) if self.from_file else None
-        return (call, []) if checked is None else (checked, [_ELEMENTS])
+        return _method(target) if node.op == "call_method" else _CHECKED.get(target, target)
 
     def steps(self) -> list[Step]:
         last = {slot: k for k, call in enumerate(self.calls) for slot in (*call.given, call.result)}
-        kept = {_MODULE, _ELEMENTS, self.result}
-        return [
-            _step(call, [s for s in {*call.given, call.result} if last[s] == k and s not in kept])
-            for k, call in enumerate(self.calls)
-        ]
+        kept = {_MODULE, self.result}
+        for k, call in enumerate(self.calls):
+            used = {*call.given, call.result}
+            call.spent = tuple(slot for slot in used if last[slot] == k and slot not in kept)
+        return [_step(call) for call in self.calls]
 
     def _slot(self, value: Any = None) -> int:
         self.slots.append(value)
         return len(self.slots) - 1
 
-    def _call(self, function: Any, given: list[int], names: tuple[str, ...] = ()) -> int:
+    def _call(
+        self,
+        function: Any,
+        given: list[int],
+        names: tuple[str, ...] = (),
+        node: fx.Node | None = None,
+    ) -> int:
         result = self._slot()
-        self.calls.append(_Call(function, given, names, result))
+        self.calls.append(_Call(function, given, names, result, node))
         return result
 
     def _place(self, value: Any) -> int:
@@ -133,9 +145,9 @@ def _sequence_of(value: Sequence[Any]) -> Callable[..., Any]:
     return kind if hasattr(kind, "_fields") else lambda *items: items
 
 
-def _step(call: _Call, freed: Iterable[int]) -> Step:
+def _step(call: _Call) -> Step:
     """The call as a closure; those without keywords and with few arguments are by far the most."""
-    function, given, result, spent = call.function, call.given, call.result, tuple(freed)
+    function, given, result, spent = call.function, call.given, call.result, call.spent
     positional = len(given) - len(call.names)
     if call.names:
         names = call.names
@@ -171,6 +183,74 @@ def _step(call: _Call, freed: Iterable[int]) -> Step:
                 slots[k] = None
 
     return step
+
+
+# --- graphs from a file ---------------------------------------------------------------------------
+
+
+@dataclass
+class _Guard:
+    """Runs the steps of a graph that came from a file, under watch if the inputs have new sizes."""
+
+    calls: list[_Call]
+    steps: list[Step]
+    seen: set[Any] = field(default_factory=set)  # signatures of inputs
+
+    def run(self, module: nn.Module | None, inputs: Sequence[Any], slots: list[Any]) -> None:
+        sizes, number = signature(inputs), 0
+        watch = None
+        if sizes not in self.seen and can_be_watched(inputs):
+            watch = Watch(module, inputs)
+        try:
+            for number, step in enumerate(self.steps):
+                if watch is None:
+                    step(slots)
+                else:
+                    self._watched(watch, self.calls[number], step, slots)
+        except Exception as error:
+            self._report(self.calls[number:], module, error)
+            raise
+        if watch is not None and not watch.by_data and sizes is not None:
+            self.seen = {*self.seen, sizes} if len(self.seen) < _REMEMBERED else {sizes}
+
+    def _watched(self, watch: Watch, call: _Call, step: Step, slots: list[Any]) -> None:
+        if call.node is None or call.child:  # a container, or the model's own code
+            step(slots)
+        else:
+            watch.before(call.node.target, [slots[k] for k in call.given])
+            with watch:
+                step(slots)
+        watch.after(call.result, slots[call.result], call.spent, call.child)
+
+    def _report(self, calls: list[_Call], module: nn.Module | None, error: Exception) -> None:
+        """Raises what Python and torch raise for arguments that do not fit as a PruneError.
+
+        What the code of a child raises on purpose, and errors that have a class of their own (as
+        when memory runs out), stay what they are.
+        """
+        node = next((call.node for call in calls if call.node), None)  # containers have the next
+        name = f"node {node.name} ({_shown(node.target)})" if node else "output"
+        where = f"{type(module).__name__}, {name}"
+        if type(error) is TooMuch:
+            raise PruneError(f"{where}: {error}") from error
+        if type(error) in (_OF_CHILDREN if calls[0].child else _OF_CALLS):
+            first = (str(error).strip().splitlines() or [""])[0][:300]
+            raise PruneError(
+                f"{where}: the stored code of this module failed: {type(error).__name__}: {first} "
+                f"(The input has another form than the example, or the file was forged.)"
+            ) from error
+
+
+_REMEMBERED = 1000  # sizes of inputs
+_OF_CHILDREN = (RuntimeError, TypeError, IndexError)
+_OF_CALLS = (
+    *_OF_CHILDREN, ValueError, KeyError, AttributeError, AssertionError, NotImplementedError,
+    ZeroDivisionError, OverflowError, RecursionError, MemoryError,
+)  # fmt: skip
+
+
+def _shown(target: Any) -> str:
+    return target if isinstance(target, str) else str(getattr(target, "__name__", target))
 
 
 # --- what a node calls ----------------------------------------------------------------------------
@@ -243,7 +323,8 @@ def expect(found: Any, example: Any) -> None:
     if found != example:
         raise PruneError(
             f"the code of this module was re-emitted for the sizes of the example ({example} in "
-            f"one place, where {found} is found now). Trace with an example of the size in use."
+            f"one place, where {str(found)[:200]} is found now). Trace with an example of the size "
+            f"in use."
         )
 
 

@@ -35,9 +35,11 @@ from .settings import (
     check_known,
     check_optimizers,
     check_prunable,
+    check_rates,
     check_settings,
     check_unchanged,
     check_weights,
+    checked_copies,
 )
 from .stepper import Stepper
 from .surgery import plain, shrink, warn_of_hooks
@@ -93,6 +95,7 @@ class Pruner:
         wanted = {"macs": macs, "params": params, "latency": latency}
         limits = check_settings(wanted, lam, steps, multiple_of, compact, schedule, keep)
         steps, multiple_of = int(steps), int(multiple_of)
+        lam = None if lam is None else float(lam)  # numpy's cannot be loaded from a checkpoint
         example = own_copy(example_inputs)  # the user may write into theirs
         self.model, self.example = model, example
         self.lam, self.steps, self.schedule = lam, steps, schedule
@@ -143,6 +146,7 @@ class Pruner:
 
         Weight decay that is not given here is what the optimizer is given, or has by itself.
         """
+        check_rates(lr, weight_decay, kw)
         alphas = self._alphas()
         mine = {id(alpha) for alpha in alphas}
         rest = [p for p in self.model.parameters() if id(p) not in mine]
@@ -389,12 +393,13 @@ class Pruner:
     def _optimizers(self, more: Any = ()) -> list[Optimizer]:
         given = list(more) if isinstance(more, Iterable) else [more]
         found = [one for one in (self._optimizer, *self._others, *given) if one is not None]
-        check_optimizers(found)
+        check_optimizers(found, "compact")
         return list(dict.fromkeys(found))
 
     def _checked(self, rebuild: Rebuild, copies: Iterable[nn.Module]) -> list[nn.Module]:
         """The models inside wrappers that average them."""
-        found = [one.module if isinstance(one, AveragedModel) else one for one in copies]
+        given = checked_copies(copies)
+        found = [one.module if isinstance(one, AveragedModel) else one for one in given]
         for one in found:
             rebuild.check_copy(one, self.model)
         return found
@@ -465,7 +470,17 @@ class Pruner:
         return next((p for p in weights if id(p) not in mine), self._flat())
 
     def state_dict(self) -> dict[str, Any]:
-        """What is needed to resume exactly, beside the model's and the optimizer's own state."""
+        """What is needed to resume exactly, beside the model's and the optimizer's own state.
+
+        Gates that are not finite are refused: a checkpoint of these must not replace a good one.
+        """
+        flat = self._flat()
+        check_finite(
+            dict(self._named_alphas()), torch.cat([flat, self._stepper.pace.to(flat)[None]])
+        )
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
         sizes = [group.size for group in self.graph.open.values()]
         return {
             "settings": self._settings(),
@@ -490,7 +505,7 @@ class Pruner:
         state is checked first: one that is damaged, or of another run, changes nothing.
         """
         deadline = self.schedule.deadline(self.steps) if self.limits else 0
-        check_state(state, self.state_dict(), self.graph, deadline)
+        check_state(state, self._state(), self.graph, deadline)
         rebuild = Rebuild(self._bare, self.graph, self._present, state["present"].cpu())
         copies, optimizers = self._checked(rebuild, self.copies), self._optimizers()
         for one in optimizers:

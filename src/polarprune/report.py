@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, NamedTuple
 
 from . import html
@@ -17,6 +18,8 @@ from .html import BLUE, GREEN, ORANGE, Line, Raw
 _NAMES = {"macs": "MACs", "params": "params", "memory": "memory (bytes)",
           "latency": "latency (ns)"}  # fmt: skip
 _TITLE = "polarprune report"
+_KINDS = {"settings": dict, "before": dict, "after": dict, "groups": list, "history": list,
+          "proof": dict, "notes": list, "results": dict}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -40,14 +43,25 @@ class Report:
     results: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=2)
+        try:
+            return json.dumps(dataclasses.asdict(self), indent=2)
+        except (TypeError, ValueError, RecursionError) as error:  # of what a user put in
+            raise PruneError(
+                f"report: it holds what JSON cannot ({error}). Give plain data as results: texts, "
+                f"numbers, lists and dicts."
+            ) from error
 
     @classmethod
     def from_json(cls, text: str) -> Report:
         """The report that `to_json` wrote."""
         try:
-            return cls(**json.loads(text))
-        except (ValueError, TypeError) as error:
+            found = cls(**json.loads(text))
+            for name, kind in _KINDS.items():
+                if not isinstance(getattr(found, name), kind):
+                    raise TypeError(f"{name} is no {kind.__name__}")
+            found.to_html(), found.to_markdown(), str(found)  # what cannot be shown is none
+            return found
+        except Exception as error:  # whatever may be in a text
             raise PruneError(
                 f"report: this is not what Report.to_json() writes ({error}). Give the text of "
                 f"such a file, of this version of polarprune."
@@ -55,6 +69,8 @@ class Report:
 
     def snapshots(self, count: int = 7) -> list[dict[str, Any]]:
         """At most `count` rows of the history, evenly spread, the first and the last among them."""
+        if not isinstance(count, Integral) or count < 2:
+            raise PruneError(f"snapshots: count={count!r}; give a whole number from 2 on.")
         last = len(self.history) - 1
         if last < count:
             return list(self.history)

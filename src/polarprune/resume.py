@@ -69,10 +69,17 @@ def _check_run(state: dict[str, Any], own: dict[str, Any]) -> None:
             _refuse(key, f"is {_short(given)}")
         plain = all(isinstance(value, (bool, Real, str)) for value in given.values())
         if not plain or given != own[key]:
+            theirs, mine = (_apart(one, other) if plain else one
+                            for one, other in ((given, own[key]), (own[key], given)))  # fmt: skip
             raise PruneError(
-                f"load_state_dict: the state is of a run with {key} {_short(given)}, this pruner "
-                f"has {own[key]}; build it with the same. Nothing was changed."
+                f"load_state_dict: the state is of a run with {key} {_short(theirs)}, this pruner "
+                f"has {_short(mine)}; build it with the same. Nothing was changed."
             )
+
+
+def _apart(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """What the other has not, or has otherwise."""
+    return {key: value for key, value in one.items() if key not in other or other[key] != value}
 
 
 def _check_groups(state: dict[str, Any], own: dict[str, Any]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import Any
 
 from .errors import PruneError
 
@@ -31,10 +33,17 @@ class Schedule:
     gate_lr: float = 0.1  # of the weights' rate
 
     def __post_init__(self) -> None:
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        strange = [f"{name}={value!r}" for name, value in given.items() if not _fits(name, value)]
+        if strange:
+            raise PruneError(
+                f"Schedule: {'; '.join(strange)}. Give numbers, a whole one as sweeps, and True or "
+                f"False as relaxed."
+            )
         problems = [
-            f"{field.name}={value}"
-            for field in fields(self)
-            if not (value := getattr(self, field.name)) >= 0 or not math.isfinite(value)
+            f"{name}={value}"
+            for name, value in given.items()
+            if name != "relaxed" and not (is_number(value) and value >= 0)
         ]
         if not 0 < self.eps_end <= self.eps_start:
             problems.append(f"eps_end={self.eps_end} (want 0 < eps_end <= eps_start)")
@@ -45,6 +54,9 @@ class Schedule:
             problems.append("reaction, floor, max_shrink, sweeps, alpha_start must be positive")
         if problems:
             raise PruneError("Schedule: " + "; ".join(problems) + ". Correct these numbers.")
+        for name, value in given.items():
+            if type(value) not in (bool, int, float):  # of numpy: checkpoints hold plain numbers
+                object.__setattr__(self, name, int(value) if name == "sweeps" else float(value))
 
     def eps(self, step: int, steps: int) -> float:
         return float(self.eps_start * (self.eps_end / self.eps_start) ** min(step / steps, 1.0))
@@ -78,3 +90,21 @@ class Schedule:
         while times[-1] < left:
             times.append(min(2 * times[-1], left))
         return times
+
+
+def _fits(name: str, value: Any) -> bool:
+    """Is it of the kind that the field is for?"""
+    if name == "relaxed":
+        return isinstance(value, bool)
+    kind = Integral if name == "sweeps" else Real
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """True for finite ones that are no bool."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that no float can hold
+        return False

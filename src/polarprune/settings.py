@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from collections.abc import Iterable, Mapping
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 from .errors import PruneError
 from .flow import Flow, Rule
 from .groups import Graph
-from .schedule import Schedule
+from .schedule import Schedule, is_number
 from .tape import Op
 
 
@@ -43,14 +42,14 @@ def check_settings(
     if lam is None and not limits:
         raise PruneError("no goal: give a budget (macs=0.5, params=0.3) or lam=...")
     for key, value in limits.items():
-        if not isinstance(value, Real) or not 0 < value < 1:
+        if not is_number(value) or not 0 < value < 1:
             raise PruneError(
                 f"{key}={value!r}: a budget is a fraction of the original, between 0 and 1 "
                 f"(macs=0.5 is half of the MACs)."
             )
-    if lam is not None and not (isinstance(lam, (int, float)) and 0 < lam < math.inf):
+    if lam is not None and not (isinstance(lam, (int, float)) and is_number(lam) and lam > 0):
         raise PruneError(f"lam={lam!r}: must be positive and finite.")
-    if not _whole(steps):
+    if not _whole(steps) or steps >= _MANY:
         raise PruneError(f"steps={steps!r}: give the number of optimizer steps of the training.")
     if not _whole(multiple_of):
         raise PruneError(f"multiple_of={multiple_of!r}: must be a positive whole number.")
@@ -114,6 +113,9 @@ def check_path(where: str, path: Any) -> None:
         raise PruneError(f"{where}: path={path!r}; give the name of a file.")
 
 
+_MANY = 2**53  # floats count no further
+
+
 def _whole(number: Any) -> bool:
     return isinstance(number, Integral) and not isinstance(number, bool) and int(number) >= 1
 
@@ -130,12 +132,12 @@ def check_prunable(graph: Graph) -> None:
         )
 
 
-def check_optimizers(given: Iterable[Any]) -> None:
+def check_optimizers(given: Iterable[Any], where: str = "attach") -> None:
     for one in given:
         if not isinstance(one, Optimizer):
             raise PruneError(
-                f"attach: {type(one).__name__} is not a torch.optim.Optimizer; attach to the raw "
-                f"optimizer inside it."
+                f"{where}: {type(one).__name__} is not a torch.optim.Optimizer; "
+                f"{'attach to' if where == 'attach' else 'give'} the raw optimizer inside it."
             )
 
 
@@ -172,13 +174,42 @@ def check_gates(
                       f"faster than they should; {remedy}.", stacklevel=3)  # fmt: skip
 
 
+def check_rates(lr: Any, weight_decay: Any, others: Iterable[str]) -> None:
+    """What `param_groups` is given: torch's optimizers let some of it pass."""
+    for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+        if value is None and name == "weight_decay":
+            continue
+        number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        if not is_number(number) or number < 0:
+            raise PruneError(f"param_groups: {name}={value!r}; give a finite number from 0 on.")
+    if "params" in others:
+        raise PruneError(
+            "param_groups: params=...; leave it out, as all parameters of the model are taken: "
+            "those that are not to learn get requires_grad_(False)."
+        )
+
+
+def checked_copies(copies: Any) -> list[nn.Module]:
+    """Of the gated model: `pruner.copies`, or what `compact` is given."""
+    several = isinstance(copies, Iterable) and not isinstance(copies, nn.Module)
+    found = list(copies) if several else [copies]
+    strange = [one for one in found if not isinstance(one, nn.Module)]
+    if strange or not several:
+        raise PruneError(
+            f"compact: {type((strange or found)[0]).__name__} given as copies; give a list of "
+            f"copies of the gated model, as copies=[AveragedModel(model)]. Nothing was changed."
+        )
+    return found
+
+
 def check_finite(gates: dict[str, nn.Parameter], flat: Tensor) -> None:
     if not bool(flat.isfinite().all()):
         bad = [name for name, alpha in gates.items() if not bool(alpha.isfinite().all())]
+        what = (f"{bad[0]}: its gate has become NaN or infinite ({len(bad)} groups)" if bad
+                else "the gates: their steps have become NaN or infinite")  # fmt: skip
         raise PruneError(
-            f"{bad[0]}: its gate has become NaN or infinite ({len(bad)} groups). The training has "
-            f"diverged: lower the learning rate or clip gradients, and start again from the last "
-            f"checkpoint."
+            f"{what}. The training has diverged: lower the learning rate or clip gradients, and "
+            f"start again from the last checkpoint."
         )
 
 
@@ -215,6 +246,10 @@ def check_done(
 
 
 def check_weights(model: nn.Module) -> None:
+    lost = [name for name, p in model.named_parameters() if p.is_meta]
+    if lost:
+        raise PruneError(f"export: {lost[0]} is on the meta device and has no values: build the "
+                         f"model anew, and load the last checkpoint.")  # fmt: skip
     bad = [name for name, p in model.named_parameters() if not bool(p.isfinite().all())]
     if bad:
         raise PruneError(

@@ -14,14 +14,21 @@ from typing import Any
 import torch
 from torch import fx
 
-from .allowed_calls import ATTRIBUTES, METHODS, function_named, name_of_function
+from .allowed_calls import ATTRIBUTES, METHODS, function_named, name_of_function, takes
 from .emit import Emission
 from .errors import PruneError
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _PATH = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*", re.ASCII)
 _DEVICE = re.compile(r"(cpu|cuda|mps|xpu)(:[0-9]{1,3})?", re.ASCII)
+# Other devices make torch import what is called so, and types of theirs as well.
+_OTHER_DEVICE = re.compile(
+    r"(privateuseone|hpu|xla|lazy|ipu|vulkan|mkldnn|opengl|opencl|ideep|hip|ve|fpga|maia|mtia|meta)"
+    r"(:.*)?|torch\.(?!(cuda\.|xpu\.|mps\.)?[A-Z][A-Za-z0-9]*Tensor$).*",
+    re.DOTALL,
+)
 _NODES, _TEXT = 100_000, 4096  # as many nodes in a graph, as many characters in a text at most
+_LEAF = '{"type": null, "context": null, "children_spec": []}'  # of a form, an argument
 _DTYPES = """
 bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex32
 complex64 complex128 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz
@@ -97,10 +104,11 @@ def _decode_emission(data: Any) -> Emission:
     _check(form is None or (type(form) is str and len(form) < 2**16), "the form of a call")
     _check(type(fixed) is dict and (form is not None or not fixed), "fixed arguments")
     graphs = {mode: _decode_graph(data[mode]) for mode in ("train", "eval")}
-    takes = [[(n.target, n.args) for n in graph.nodes if n.op == "placeholder"]
-             for graph in graphs.values()]  # fmt: skip
-    numbers = {str(k) for k in range(len(takes[0]) + len(fixed))}
-    _check(takes[0] == takes[1] and fixed.keys() <= numbers, "arguments")
+    inputs = [[(n.target, n.args) for n in graph.nodes if n.op == "placeholder"]
+              for graph in graphs.values()]  # fmt: skip
+    count = len(inputs[0]) + len(fixed)
+    fine = inputs[0] == inputs[1] and fixed.keys() <= {str(k) for k in range(count)}
+    _check(fine and (form is None or form.count(_LEAF) == count), "arguments")
     return Emission(form, {key: _decode(value, {}) for key, value in fixed.items()}, graphs)
 
 
@@ -116,7 +124,8 @@ def _decode_graph(data: Any) -> fx.Graph:
         _check_node(name, kind, target, args, kwargs)
         _check(name not in nodes, f"two nodes {name}")
         function = function_named(target) if kind == "call_function" else target
-        given = tuple(_decode(args, nodes)), _decode(kwargs, nodes)
+        known = {} if kind == "placeholder" else nodes  # defaults are constants
+        given = tuple(_decode(args, known)), _decode(kwargs, known)
         nodes[name] = graph.create_node(kind, function, *given, name)
     return graph
 
@@ -144,6 +153,8 @@ def _check_node(name: Any, kind: Any, target: Any, args: Any, kwargs: Any) -> No
         "output": target == "output" and len(given) == 1 and not named,
     }
     fine = type(kind) is str and allowed.get(kind, False)
+    if fine and kind in ("call_method", "call_function"):
+        _check(takes(kind, target, len(given), named), f"arguments of {name}: {kind} {target}")
     _check(fine, f"{name}: {kind} {target} {given[1:2] if target == 'builtins.getattr' else ''}")
 
 
@@ -187,7 +198,8 @@ def _is_plain(value: Any) -> bool:
     if type(value) is int:
         return -(2**63) <= value < 2**63
     if type(value) is str:
-        return len(value) <= _TEXT and value.isascii()
+        fine = len(value) <= _TEXT and value.isascii()
+        return fine and _OTHER_DEVICE.fullmatch(value) is None
     return value is None or type(value) is bool or (type(value) is float and math.isfinite(value))
 
 

@@ -117,6 +117,9 @@ def check_model(model: nn.Module) -> None:
     name = type(model).__name__
     if not isinstance(model, nn.Module):
         raise PruneError(f"the model is a {name}; give a torch.nn.Module.")
+    if torch.is_inference_mode_enabled():
+        raise PruneError("torch.inference_mode() is on, in which no operation can be followed: "
+                         "call this outside of it.")  # fmt: skip
     compiled = [path for path, module in model.named_modules() if _is_compiled(module)]
     if compiled:
         raise PruneError(

@@ -9,6 +9,7 @@ anything outside `allowed_calls`.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import math
 import re
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import instancenorm
+from torch.nn.modules.conv import _ConvNd
 
 from .computed import parametrized
 from .emit import Emission
@@ -29,9 +31,10 @@ from .stored_graphs import decode, is_identifier, is_path
 from .tape import named_tensors
 
 BLANK = "0" * 64  # where the checksum goes
-_LONGEST = 2**26  # characters of JSON
+_LONGEST, _MOST = 2**26, 2**23  # characters of JSON, and values in it
+_CODE = 2**20  # values in stored code: they take more memory than others
 _DEEPEST = 64  # containers in containers
-_STRINGS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_STRINGS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # one that is not closed, too
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -46,7 +49,9 @@ def demand(fine: Any, what: str) -> None:
 def parsed(text: str) -> Any:
     """JSON, without what Python would accept beyond it."""
     demand(len(text) <= _LONGEST, f"its metadata has {len(text)} characters")
-    brackets = re.findall(r"[][{}]", _STRINGS.sub("", text))
+    bare = _STRINGS.sub("", text)
+    demand(sum(map(bare.count, "[]{},")) <= _MOST, "its metadata holds too many values")
+    brackets = re.findall(r"[][{}]", bare)
     depths = accumulate(1 if bracket in "[{" else -1 for bracket in brackets)
     demand(max(depths, default=0) <= _DEEPEST, "its metadata is nested too deeply")
     return json.loads(
@@ -68,6 +73,11 @@ def _finite(text: str) -> float:
     found = float(text)
     demand(math.isfinite(found), f"{text} is no number")
     return found
+
+
+def printable(text: str) -> str:
+    """Of a message that quotes a file: nothing that a terminal would act on, or could not print."""
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text[:1000])
 
 
 def signed(text: str, tensors: Mapping[str, Tensor]) -> str:
@@ -145,6 +155,17 @@ def recipe_of(data: Any) -> Recipe:
     return Recipe(**data)
 
 
+def check_amount(data: Any) -> None:
+    """Stored code of one file is not endless."""
+    count = 0
+    level: list[Any] = [data.get("rewired") if type(data) is dict else None]
+    while level:
+        count += len(level)
+        demand(count <= _CODE, "it holds too much code")
+        level = [item for one in level if type(one) in (dict, list)
+                 for item in (one.values() if type(one) is dict else one)]  # fmt: skip
+
+
 def check_aliases(aliases: Any, tensors: Mapping[str, Tensor]) -> None:
     demand(_mapped(_is_name, _is_name)(aliases), "the names of shared tensors are malformed")
     for name, same in aliases.items():
@@ -215,10 +236,16 @@ def _check_attributes(recipe: Recipe, wanted: Recipe, modules: Mapping[str, nn.M
                         new == old == -1 or 0 <= new <= old
                         for new, old in zip(value, before, strict=True)
                     )
+                    and (
+                        vars(modules[path]).get("_parameters", {}).get("weight") is None
+                        or value == list(before)
+                    )
                 )
             else:
                 public = type(before) is int and not name.startswith("_")
-                fine = public and type(value) is int and value <= before
+                follows = public and not isinstance(modules[path], (nn.Linear, _ConvNd))
+                smaller = type(value) is int and (value == before or 1 < before > value)
+                fine = follows and smaller
             demand(fine, f"{path}.{name} cannot be set to {value}")
 
 
@@ -273,18 +300,48 @@ def _check_removed(recipe: Recipe, modules: Mapping[str, nn.Module]) -> None:
 
 
 def check_code(recipe: Recipe, small: nn.Module) -> None:
-    """Stored code reads and calls only what the small model has."""
+    """Stored code reads and calls only what the small model has, with arguments that this takes."""
     for path, data in recipe.rewired.items():
         module, code = small.get_submodule(path), decode(data)
+        if code.form is None:
+            _check_names(module, code)
         for node in (node for graph in code.graphs.values() for node in graph.nodes):
             much = asks_too_much(node.target, node.args, dict(node.kwargs))
             demand(not much, f"{path}: {node.name} asks for too many elements")
+            child = _inner(module, str(node.target)) if node.op == "call_module" else None
+            fits = child is None or _can_be_called(child, node.args, dict(node.kwargs))
+            demand(fits, f"{path}: {node.name} calls {node.target} with other arguments")
         for target, called in _targets(code):
             owner = module if called else _inner(module, target.rpartition(".")[0])
             fine = owner is not None and (
                 _inner(module, target) is not None if called else _holds(owner, target)
             )
             demand(fine, f"{path or 'the model'} has no {target!r}")
+
+
+def _check_names(module: nn.Module, code: Emission) -> None:
+    """Of code that takes its arguments by name: as the class does."""
+    wanted = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    names = [str(n.target) for n in code.graphs["train"].nodes if n.op == "placeholder"]
+    known = all(one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in wanted)
+    fits = not known or names == [one.name for one in wanted]
+    demand(fits, f"{type(module).__name__} takes other arguments")
+
+
+def _can_be_called(child: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """As far as its signature tells, where nothing comes between a call and `forward`."""
+    direct = type(child).__call__ is nn.Module.__call__ and not child._forward_pre_hooks
+    if not direct or hasattr(child.forward, "__wrapped__"):
+        return True
+    try:
+        signature = inspect.signature(child.forward)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def _targets(code: Emission) -> set[tuple[str, bool]]:

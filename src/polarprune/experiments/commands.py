@@ -19,7 +19,7 @@ from . import methods
 from .kinds import KINDS, open_data
 from .processes import joined, place
 from .recipes import RECIPES, Recipe, recipe
-from .run import Run, rebuilt
+from .run import Run, read_json, rebuilt, replacing, write_json
 from .task import Task
 
 Network = Annotated[str, typer.Argument(help="a recipe: " + ", ".join(RECIPES))]
@@ -202,17 +202,18 @@ def sweep(
             first.claim({"method": method, "budget": {}, "hold_out": hold_out})
             first.check({"macs": min(macs)}, baseline)
             first.baseline(baseline)
-            whole = baseline or out / "baseline.safetensors"
+            trained = baseline or out / "baseline.safetensors"
             for share in sorted(set(macs)):
                 run = Run(wanted, found, out / f"macs-{share}", device=here, progress=show)
-                _pruned(run, method, {"macs": share}, hold_out, whole)
+                _pruned(run, method, {"macs": share}, hold_out, trained)
+            cards = [read_json(file) for file in out.glob("macs-*/card.json")]
+            rows = sorted((_point(card) for card in cards), key=lambda row: -row["budget"])
+            if place()[0] == 0:
+                write_json(out / "sweep.json", rows)
+                with replacing(out / "sweep.png") as new:
+                    save_curve(rows, found.measure, new)
     except PruneError as error:
         fail(error)
-    cards = [json.loads(file.read_text("utf-8")) for file in out.glob("macs-*/card.json")]
-    rows = sorted((_point(card) for card in cards), key=lambda row: -row["budget"])
-    if place()[0] == 0:
-        (out / "sweep.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-        save_curve(rows, found.measure, out / "sweep.png")
     table = Table(box=None, padding=(0, 1))
     for column in ("budget", "MACs", "params", found.measure, "baseline"):
         table.add_column(column, justify="right")

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -152,8 +155,8 @@ class Run:
         results |= {"test_images": card["scored_on"], **environment()}
         report = dataclasses.replace(report, before=whole, after=left, results=results)
         if self.writes:
-            (self.out / "report.json").write_text(report.to_json(), encoding="utf-8")
-            (self.out / "report.html").write_text(report.to_html(), encoding="utf-8")
+            write_text(self.out / "report.json", report.to_json())
+            write_text(self.out / "report.html", report.to_html())
         return self.finish(card, small, teacher)
 
     def _gated(
@@ -215,7 +218,7 @@ class Run:
                 f"batch={self.recipe.batch}: there are only {self.data.counts[0]:,} examples to "
                 f"learn from, less than one batch."
             )
-        self.out.mkdir(parents=True, exist_ok=True)
+        make_folder(self.out)
         kept = self.out / f"{stage}.checkpoint"
         log = self.out / "log.jsonl"
         own = self.recipe.seed + (_STAGES.index(stage) << 40)
@@ -224,7 +227,10 @@ class Run:
             try:
                 trainer.load(torch.load(kept, map_location=self.device, weights_only=True))
             except Exception as error:  # damaged, or of something else
-                raise PruneError(f"{kept}: no checkpoint of this run ({error!r}).") from error
+                raise PruneError(
+                    f"{kept}: no checkpoint of this run ({error!r}). Delete it, or give another "
+                    f"folder."
+                ) from error
         start = saved = time.perf_counter()
         rank = place()[0]
         while trainer.done < trainer.steps:
@@ -243,13 +249,12 @@ class Run:
             row["seconds"] = round(now - start, 2)
             if not self.writes:
                 continue
-            with log.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            append(log, json.dumps(row) + "\n")
             self.progress(row)
             if now - saved >= _PAUSE or epoch == trainer.epochs:
-                saved, new = now, kept.with_suffix(".new")
-                torch.save(trainer.state(), new)
-                new.replace(kept)
+                saved = now
+                with replacing(kept) as new, new.open("wb") as file:
+                    torch.save(trainer.state(), file)
         wait_for_all()
 
     def _scores(self, trainer: Trainer) -> dict[str, float]:
@@ -365,11 +370,53 @@ def make_folder(folder: Path) -> None:
         raise PruneError(f"{folder}: {what}; give a folder.") from error
 
 
-def write_json(file: Path, content: dict[str, Any]) -> None:
-    """Whole, or not at all."""
-    new = file.with_name(f"{file.name}.new")
-    new.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
-    new.replace(file)
+@contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """A name to write to; what was written becomes `file` once all of it is there."""
+    special = file.is_symlink() or (file.exists() and not file.is_file())  # such as /dev/stdout
+    new = file if special else file.with_name(f"{file.name}.new")
+    try:
+        yield new
+        new.replace(file)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch raises its own
+        if not special:
+            with suppress(OSError):
+                new.unlink(missing_ok=True)
+        raise _unwritten(file, error) from error
+
+
+def append(file: Path, line: str) -> None:
+    """All of a line, or nothing of it."""
+    size = file.stat().st_size if file.exists() else 0
+    try:
+        with file.open("a", encoding="utf-8") as log:
+            log.write(line)
+    except OSError as error:
+        with suppress(OSError):
+            os.truncate(file, size)
+        raise _unwritten(file, error) from error
+
+
+def _unwritten(file: Path, error: BaseException) -> PruneError:
+    """Says why: torch only hints at what the system said to it."""
+    causes = [error]
+    while causes[-1].__context__ is not None:
+        causes.append(causes[-1].__context__)
+    said = next((one for one in causes if isinstance(one, OSError)), error)
+    why = said.strerror if isinstance(said, OSError) else str(said).partition("\n")[0]
+    return PruneError(
+        f"{file}: it cannot be written: {why}. What is there is kept as it was: make room or give "
+        f"another place, and run this again."
+    )
+
+
+def write_text(file: Path, text: str) -> None:
+    with replacing(file) as new:
+        new.write_text(text, encoding="utf-8")
+
+
+def write_json(file: Path, content: Any) -> None:
+    write_text(file, json.dumps(content, indent=1) + "\n")
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -380,7 +427,9 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def write_state(model: nn.Module, file: Path) -> None:
-    write_tensors({k: v.cpu().contiguous() for k, v in model.state_dict().items()}, file)
+    tensors = {k: v.cpu().contiguous() for k, v in model.state_dict().items()}
+    with replacing(file) as new:
+        write_tensors(tensors, new)
 
 
 def read_state(model: nn.Module, file: Path) -> nn.Module:
