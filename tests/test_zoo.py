@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import polarprune as pp
 from polarprune.experiments.networks import NETWORKS
 from polarprune.experiments.run import rebuilt
 from polarprune.proof import count_macs
@@ -37,3 +40,18 @@ def test_a_shipped_model_is_what_its_card_says(file: Path) -> None:
     before, after = (row["accuracy"] for row in card["table"][1:3])
     assert after == card["accuracy"]
     assert [before, last["accuracy"]] == pytest.approx([after, after], abs=2e-4)  # GPUs round
+
+
+STRANGE: list[dict[str, Any]] = [
+    {"network": []}, {"network": {"a": 1}}, {"network": 3}, {"network": "resnet56"},
+    {"network": "resnet56", "macs": "many", "macs_share": 1, "params": 1, "params_share": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("card", STRANGE, ids=str)
+def test_a_card_of_any_form_is_refused_with_one_error(card: dict[str, Any], tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    graph = pp.trace(model, torch.zeros(1, 3))
+    pp.save(pp.shrink(model, graph, {"0": [1]}), tmp_path / "small.safetensors", card=card)
+    with pytest.raises(pp.PruneError, match="its card"):
+        rebuilt(tmp_path / "small.safetensors")

@@ -89,7 +89,6 @@ def save(model: nn.Module, path: str | Path, *, card: dict[str, Any] | None = No
         ) from error
     try:
         check_amount(written)
-        check_code(recipe_of(written), model)
     except PruneError as error:
         raise PruneError(f"save: {path} could not be loaded again: {error}.") from error
     try:

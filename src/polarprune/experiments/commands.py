@@ -246,7 +246,8 @@ def evaluate(
     try:
         model, card = rebuilt(file)
         device = device_of(device)
-        kind = card.get("recipe", {}).get("data", "cifar10")
+        recipe = card.get("recipe")
+        kind = recipe.get("data", "cifar10") if isinstance(recipe, dict) else "cifar10"
         task = open_data(data, Recipe(card["network"], kind)).to(device)
         start = time.perf_counter()
         found = task.score(task.answers(model.to(device)))
@@ -257,6 +258,12 @@ def evaluate(
         f"({card['macs_share']:.2%}), {card['params'] / 1e6:.3f} M params "
         f"({card['params_share']:.2%})\n"
         f"{task.measure} {task.shown(found)} on {task.counts[1]:,} images in "
-        f"{time.perf_counter() - start:.0f} s (its card: {task.shown(card[task.measure])})",
+        f"{time.perf_counter() - start:.0f} s (its card: {_said(card, task)})",
         markup=False,
     )
+
+
+def _said(card: dict[str, Any], task: Task) -> str:
+    """The score that a card names."""
+    said = card.get(task.measure)
+    return task.shown(said) if isinstance(said, (int, float)) else "nothing"

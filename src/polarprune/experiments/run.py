@@ -481,9 +481,16 @@ def rebuilt(file: Path) -> tuple[nn.Module, dict[str, Any]]:
     """The model in a file that `Run` wrote, and its card: nothing else is needed."""
     card = read_card(file)
     network = card.get("network")
-    if network not in NETWORKS:
+    if not isinstance(network, str) or network not in NETWORKS:
         raise PruneError(
             f"{file}: its card names the network {network!r}, which is not one of "
             f"{', '.join(NETWORKS)}. Load it with polarprune.load(file, model=...)."
+        )
+    told = ("macs", "macs_share", "params", "params_share")
+    lacks = [key for key in told if type(card.get(key)) not in (int, float)]
+    if lacks:
+        raise PruneError(
+            f"{file}: its card does not say how many {lacks[0]} there are. Load it with "
+            f"polarprune.load(file, model=...), or train it again."
         )
     return load(file, model=NETWORKS[network]()), card
