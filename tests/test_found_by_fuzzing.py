@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import polarprune as pp
 from conftest import cut_error
+from polarprune.trace import trial_plan
 
 
 class UnreadGru(nn.Module):
@@ -56,3 +58,13 @@ def test_a_transposed_convolution_with_one_output_for_each_group_is_followed() -
     graph = pp.trace(model, x)
     assert {name: group.size for name, group in graph.open.items()} == {"third.0": 8}
     assert cut_error(model, graph, (x,), (more,)) < 1e-10
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_first_trial_plans_cut_every_group(seed: int) -> None:
+    """`reshape(-1, 36, heads, width)` runs on with a smaller batch: only a cut shows it."""
+    model = nn.Sequential(nn.Linear(6, 2), nn.Linear(2, 3), nn.Linear(3, 4), nn.Linear(4, 2))
+    graph = pp.trace(model, torch.randn(2, 6))
+    plan = trial_plan(graph, seed)
+    assert [graph.groups[name].size for name in plan] == [2, 3, 4]
+    assert all(len(kept) < graph.groups[name].size for name, kept in plan.items())

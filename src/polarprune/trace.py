@@ -172,7 +172,7 @@ def _prove(look: Look, numbers: bool) -> Graph:
     if graph.baked:
         graph = _unbake(look, graph)
     graph = _let_no_width_decide(look, _let_code_follow(look, graph, trial), trial)
-    if graph.open and numbers and trial.cut(graph, _uneven(graph, 0), numbers=True):
+    if graph.open and numbers and trial.cut(graph, trial_plan(graph, 0), numbers=True):
         graph = _hold_one_by_one(look, graph, trial)
     return _let_close(look, graph, trial, numbers)
 
@@ -213,7 +213,7 @@ def _let_code_follow(look: Look, graph: Graph, trial: Trial) -> Graph:
 def _let_no_width_decide(look: Look, graph: Graph, trial: Trial) -> Graph:
     """Re-emit code that compares widths, with the way it takes now, or hold what it compares."""
     for _ in range(_ATTEMPTS):
-        reader = WidthReader(look.model, graph, [_uneven(graph, seed) for seed in range(_PLANS)])
+        reader = WidthReader(look.model, graph, [trial_plan(graph, seed) for seed in range(_PLANS)])
         found = next(reader.changing(), None)
         if found is None:
             more = {min(plans) for plans in reader.telling() if look.seeds.isdisjoint(plans)}
@@ -231,7 +231,7 @@ def _let_no_width_decide(look: Look, graph: Graph, trial: Trial) -> Graph:
 def _first_deviation(look: Look, graph: Graph, trial: Trial) -> Deviation | None:
     """What goes wrong; every plan is run in one mode, and in the other if these differ."""
     for turn, seed in enumerate(sorted(look.seeds) if graph.open else ()):
-        plan = _uneven(graph, seed)
+        plan = trial_plan(graph, seed)
         found = trial.cut(graph, plan, mode=turn % 2) and trial.cut(graph, plan)
         if found is not None:
             return replace(found, seed=seed)
@@ -241,7 +241,7 @@ def _first_deviation(look: Look, graph: Graph, trial: Trial) -> Deviation | None
 def _better(graph: Graph, trial: Trial, before: Deviation, telling: Iterable[int] = ()) -> bool:
     """True if the same trial gets further than it did, and no telling one stops there."""
     for seed in (before.seed, *telling):
-        found = trial.cut(graph, _uneven(graph, seed))
+        found = trial.cut(graph, trial_plan(graph, seed))
         if found is not None and (found.op is None or found.index <= before.index):
             return False
     return True
@@ -292,7 +292,7 @@ _PLANS = 16
 
 def _distinct(graph: Graph, path: str, size: int) -> list[tuple[Place, set[int]]]:
     """Places in a module that have this width but shrink differently, and plans that tell why."""
-    plans = [graph.settle(graph.alive(_uneven(graph, seed))) for seed in range(_PLANS)]
+    plans = [graph.settle(graph.alive(trial_plan(graph, seed))) for seed in range(_PLANS)]
     found: dict[tuple[int, ...], Place] = {}
     for place in graph.places(path, size):
         found.setdefault(tuple(graph.width(path, place, alive) for alive in plans), place)
@@ -359,13 +359,13 @@ def _open_units(graph: Graph, op: Op) -> set[int]:
 
 def _hold_one_by_one(look: Look, graph: Graph, trial: Trial) -> Graph:
     """The last resort: every group that cannot be cut alone stays, and if need be all."""
-    plan = _uneven(graph, 0)
+    plan = trial_plan(graph, 0)
     for name in graph.open:
         alone = trial.cut(graph, {name: plan[name]}, numbers=True)
         if alone:
             look.held[name] = f"the model's code does not follow when it shrinks: {alone}"
     graph = look()
-    rest = graph.open and trial.cut(graph, _uneven(graph, 0), numbers=True)
+    rest = graph.open and trial.cut(graph, trial_plan(graph, 0), numbers=True)
     if rest:
         look.held.update(dict.fromkeys(graph.open, f"could not be shown to be exact: {rest}"))
         graph = look()
@@ -399,7 +399,7 @@ def _let_close(look: Look, graph: Graph, trial: Trial, numbers: bool) -> Graph:
     return graph if len(look.minimum) == known else look()
 
 
-def _uneven(graph: Graph, seed: int) -> Plan:
+def trial_plan(graph: Graph, seed: int) -> Plan:
     """A random part of every open group: half of some, more of others."""
     generator = torch.Generator("cpu").manual_seed(seed)
     plan = {}
@@ -407,12 +407,14 @@ def _uneven(graph: Graph, seed: int) -> Plan:
         order = torch.randperm(group.size, generator=generator, device="cpu")
         share = torch.rand(1, generator=generator, device="cpu").item() if seed else 0.5
         least = max(group.minimum, 2 if group.size > 2 else 1)
-        # rounded, so that narrow groups stay whole in some plans and are told apart by that
-        plan[name] = sorted(order[: max(least, round(group.size * share))].tolist())
+        # The first plans cut every group. Later ones leave narrow groups whole now and then, by
+        # which groups of the same width are told apart.
+        count = int(group.size * share) if seed < 3 else round(group.size * share)
+        plan[name] = sorted(order[: max(least, count)].tolist())
     return plan
 
 
 def _closed(graph: Graph) -> Plan:
     """All groups closed that may be, and half of the others."""
-    half = _uneven(graph, 0)
+    half = trial_plan(graph, 0)
     return {name: half[name] if group.minimum else [] for name, group in graph.open.items()}
