@@ -34,7 +34,7 @@ def run(folder: Path, name: str, network: str, example: torch.Tensor, baseline: 
     pruner = pp.Pruner(model, example, macs=0.5, steps=2)
     for _ in range(2):
         pruner.step()
-    card = {"network": network, "macs_share": 0.5}
+    card = {"network": network, "macs": 1, "macs_share": 0.5, "params": 1, "params_share": 0.5}
     pp.save(pruner.export(), folder / name / "small.safetensors", card=card)
 
 
