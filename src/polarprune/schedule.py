@@ -15,22 +15,38 @@ class Schedule:
     """How ε decays and how the cost goes down.
 
     ε(t) = eps_start · (eps_end / eps_start)^(t / steps): the paper's three recipes all end near
-    5e-8. The gates are pulled at from `start` on; the cost goes down along half a cosine and has
-    reached the budget at `done` (fractions of the steps). The rest of the training is left to the
-    weights, with λ = 0.
+    5e-8. With a budget, gates are closed from `start` on, each within `window`; the cost goes down
+    along half a cosine and has reached the budget at `done` (fractions of the steps). The rest of
+    the training is left to the weights. With `lam=`, all gates are pulled at all the time.
     """
 
     eps_start: float = 0.1
     eps_end: float = 5e-8
     start: float = 0.0
     done: float = 0.5
-    reaction: float = 0.01  # the shortest time, as a fraction, in which λ makes up for a delay
+    window: float = 0.02  # so long, as a fraction of the steps, a gate takes to close
+    memory: float = 0.01  # over so many of the last steps what a gate is worth is averaged
     sweeps: int = 1  # N of Algorithm 1
     relaxed: bool = True  # ℓ1 in the proximal step, as in the paper; or ℓ0 as it is
     alpha_start: float = 1.0
     max_shrink: float = 10.0  # of α in one step (growth too), times the steps
     floor: float = 1e-3  # a live |α| is never smaller, so that at the end its gate is above 0.95
     gate_lr: float = 0.1  # of the weights' rate
+    decay: float = 0.0  # ε is multiplied by it `every` so many steps; 0: as above
+    every: int = 1
+    reopens: bool = False  # closed gates may open again, by momentum
+    spares: bool = True  # the last channels that connect input and output are not pulled at
+
+    @classmethod
+    def paper(cls, decay: float = 0.96, every: int = 1, **others: Any) -> Schedule:
+        """The proximal step as published, for `lam=`, and nothing else.
+
+        ε is multiplied by `decay` every so many steps (an epoch: `every=len(loader)`). No gate is
+        spared, no motion is capped, nothing is rounded to zero, and a closed gate may open again. A
+        network that falls apart is refused at export.
+        """
+        plain = {"max_shrink": math.inf, "floor": 0.0, "reopens": True, "spares": False}
+        return cls(**{"decay": decay, "every": every, **plain, **others})
 
     def __post_init__(self) -> None:
         given = {field.name: getattr(self, field.name) for field in fields(self)}

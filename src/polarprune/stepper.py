@@ -1,4 +1,4 @@
-"""One step of all gates on the device: the proximal step, then ε.
+"""One step of all gates on the device: what the loss says about them, the proximal step, then ε.
 
 Everything that changes during a run is a tensor that is written in place, and nothing is read back:
 no step waits for the device, and a CUDA graph can hold it. The host looks in now and then.
@@ -6,47 +6,37 @@ no step waits for the device, and a CUDA graph can hold it. The host looks in no
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .gates import Gate, edge
+from .gates import Gate, gate_value
 from .prox import prox_l0, prox_l1
 from .schedule import Schedule
-
-_LONGEST = 1000.0  # times as long as the optimizer makes them, steps of gates may become
 
 
 class Stepper:
     """All gates as one vector, of the length they had at first: what was taken out is closed."""
 
     def __init__(
-        self,
-        gates: dict[str, Gate],
-        owner: Tensor,
-        schedule: Schedule,
-        steps: int,
-        *,
-        lengthen: bool,
+        self, gates: dict[str, Gate], owner: Tensor, schedule: Schedule, steps: int
     ) -> None:
         self.gates, self.schedule, self.steps = gates, schedule, steps
-        self.lengthen = lengthen
         self.places: Tensor | None = None  # of the gates that are left, once some were taken out
         groups = len(gates)
         self.owner = owner
         self.count = torch.zeros((), dtype=torch.float64)  # steps done
-        self.scale = torch.zeros((), dtype=torch.float64)  # λη
-        self.pace = torch.zeros((), dtype=torch.float64)  # how far the loss moves a live gate
+        self.scale = torch.zeros((), dtype=torch.float64)  # λη of the proximal step
         self.q = torch.zeros(groups, groups, dtype=torch.float64)
         self.b = torch.zeros(groups, dtype=torch.float64)
         self.live = torch.ones(len(owner), dtype=torch.bool)
-        self.pulled = torch.zeros_like(self.live)  # shrink
-        self.closable = torch.zeros_like(self.live)  # may shrink to nothing
+        self.pulled = torch.zeros_like(self.live)  # by the proximal step
         self.alphas: list[nn.Parameter] = [gate.alpha for gate in gates.values()]
         self._first = next(iter(gates.values()))
         self.before = torch.ones(len(owner), dtype=self._first.alpha.dtype)  # this step
+        self.ramp = torch.zeros_like(self.before)  # by so much a gate that is to close shrinks
+        self.worth = torch.zeros(len(owner), dtype=torch.float64)  # of gates, to the loss
         self._eps: list[Tensor] = []
         self.follow()
         self.put(schedule.alpha_start * self.before)
@@ -68,10 +58,13 @@ class Stepper:
 
     @torch.no_grad()
     def flat(self) -> Tensor:
-        alpha = torch.cat(list[Tensor](self.alphas))
+        return self._laid_out(torch.cat(list[Tensor](self.alphas)))
+
+    def _laid_out(self, numbers: Tensor) -> Tensor:
+        """Numbers of the gates that are left, in the places that all gates had at first."""
         if self.places is None:
-            return alpha
-        return alpha.new_zeros(len(self.owner)).index_copy(0, self.places, alpha)
+            return numbers
+        return numbers.new_zeros(len(self.owner)).index_copy(0, self.places, numbers)
 
     @torch.no_grad()
     def put(self, alpha: Tensor) -> None:
@@ -84,53 +77,65 @@ class Stepper:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        alpha = self.flat() * self.live  # momentum must not revive what is closed
-        if self.lengthen:
-            alpha = torch.where(self.pulled, self._lengthened(alpha), alpha)
-        proximal = prox_l1 if self.schedule.relaxed else prox_l0
-        shrunk = proximal(
-            alpha,
-            self.owner,
-            self.q,
-            self.b,
-            self.scale,
-            sweeps=self.schedule.sweeps,
-        )
-        alpha = torch.where(self.pulled, shrunk, alpha)
-        cap = self.schedule.cap(self.steps)
-        alpha = self.before + (alpha - self.before).clamp(-cap, cap)
-        waits = torch.minimum(edge(self._eps[0]), self.before.abs())  # until it is closable
-        least = waits.clamp_min(self.schedule.floor).masked_fill(self.closable, self.schedule.floor)
-        stays = (least * ~self.closable * self.live).copysign(alpha)
-        self.put(torch.where(alpha.abs() < least, stays, alpha))
+        alpha = self.flat()
+        if not self.schedule.reopens:
+            alpha = alpha * self.live  # momentum must not revive what is closed
+        self._weigh(alpha)
+        closing = self.ramp > 0
+        alpha = torch.where(closing, self._ramped(alpha), self._pulled(alpha))
+        if self.schedule.floor:
+            small = (alpha.abs() < self.schedule.floor) & ~closing
+            held = self.live & ~self.pulled & small
+            alpha = torch.where(small, self.schedule.floor * held, alpha)
+        self.put(alpha)
+        self.ramp *= self.live
         self.count += 1
         self._decay()
 
-    def _lengthened(self, alpha: Tensor) -> Tensor:
-        """The loss moves the gates as far in a run as they may go, whatever rate they learn at.
+    def _weigh(self, alpha: Tensor) -> None:
+        """What closing a gate would change in the loss, to first order: (g · ∂L/∂g)², averaged.
 
-        Their steps are as long as the optimizer makes them: Adam's as long as its rate, SGD's as
-        long as the gradients are large. A pull of a fixed length would leave the loss no say in the
-        one case, and itself none in the other; so all steps are multiplied by one number that makes
-        them, on average over the gates and the last hundredth of the run, as long as the cap.
+        ∂L/∂g follows from the gradient of α; where a caller has thrown that away, from the step
+        that the optimizer made of it.
         """
-        moved = alpha - self.before
-        length = moved.abs().sum().double() / self.live.sum().clamp_min(1)
-        memory = max(1, self.steps // 100)
-        self.pace += (length - self.pace) / (self.count + 1).clamp(max=memory)
-        times = self.schedule.cap(self.steps) / self.pace.clamp_min(1e-12)
-        return self.before + moved * times.clamp(1, _LONGEST).to(moved.dtype)
+        grads = [a.grad for a in self.alphas]
+        if all(grad is None for grad in grads):
+            slope = alpha - self.before
+        else:
+            zeros = [torch.zeros_like(a) if g is None else g
+                     for a, g in zip(self.alphas, grads, strict=True)]  # fmt: skip
+            slope = self._laid_out(torch.cat(zeros))
+        before, eps = self.before.double(), self._eps[0].double()
+        change = slope.double() * before * (before * before + eps) / (2 * eps)
+        memory = self.schedule.memory_of(self.steps)
+        self.worth += (change.square() - self.worth) / (self.count + 1).clamp(max=memory)
+
+    def _ramped(self, alpha: Tensor) -> Tensor:
+        """The soft threshold of gates that are to close; the loss cannot open them again."""
+        size = torch.minimum(alpha.abs(), self.before.abs()) - self.ramp
+        return size.clamp_min(0).copysign(self.before)
+
+    def _pulled(self, alpha: Tensor) -> Tensor:
+        """The proximal step of the paper, and the cap on how far it may go."""
+        proximal = prox_l1 if self.schedule.relaxed else prox_l0
+        sweeps = self.schedule.sweeps
+        shrunk = proximal(alpha, self.owner, self.q, self.b, self.scale, sweeps=sweeps)
+        alpha = torch.where(self.pulled, shrunk, alpha)
+        cap = self.schedule.cap(self.steps)
+        return self.before + (alpha - self.before).clamp(-cap, cap)
 
     @torch.no_grad()
     def _decay(self) -> None:
-        """ε = start · (end / start)^(t / steps), into the buffers of all gates."""
-        ratio = math.log(self.schedule.eps_end / self.schedule.eps_start)
-        progress = (self.count / self.steps).clamp(max=1.0)
-        eps = (self.schedule.eps_start * torch.exp(ratio * progress)).to(self._eps[0])
+        """ε, into the buffers of all gates."""
+        eps = self.schedule.eps(self.count, self.steps).to(self._eps[0])
         torch._foreach_copy_(self._eps, [eps] * len(self._eps))
 
+    def values(self) -> Tensor:
+        """The gates."""
+        return gate_value(self.flat().double(), self._eps[0].double())
+
     def state(self) -> dict[str, Any]:
-        names = ("count", "scale", "pace", "q", "b", "pulled", "closable")
+        names = ("count", "scale", "q", "b", "pulled", "ramp", "worth")
         return {name: getattr(self, name).clone() for name in names}
 
     @torch.no_grad()
