@@ -15,7 +15,6 @@ import polarprune as pp
 from conftest import alphas, batches, prune, sgd, share, train
 from nets import NETS, digits_resnet, mobilenetv2_small, resnet20
 from polarprune.budget import Budget
-from polarprune.cost import Cost, Quadratic
 
 CLOSE = 0.005  # half a point
 MODELS = ["resnet20", "mobilenetv2"]
@@ -329,46 +328,3 @@ def test_the_first_blocks_that_close_are_the_cheapest_in_alpha_for_what_they_sav
     blocks = budget.blocks(random_alpha(budget, 2))
     assert torch.equal(blocks.key, blocks.key.sort().values)
     assert int(blocks.count.sum()) == int((blocks.member >= 0).sum())
-
-
-# --- speeds ---------------------------------------------------------------------------------------
-
-
-def test_without_a_loss_all_groups_come_close_to_zero_at_the_same_time() -> None:
-    model = build("resnet20")
-    pruner = pp.Pruner(model, torch.randn(IMAGE), macs=0.5, steps=100)
-    torch.optim.SGD(pruner.param_groups(lr=0.1), lr=0.1)
-    for _ in range(5):
-        pruner.step()
-    least = torch.stack([gate.alpha.detach().amin() for gate in pruner.gates.values()])
-    assert float(least.max()) < 0.9  # one of a group may have to stay
-    torch.testing.assert_close(least, least[:1].expand(len(least)))
-
-
-def test_channels_that_cost_next_to_nothing_are_not_sped_up_without_end() -> None:
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.ReLU(),
-                          nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 8), nn.ReLU(),
-                          nn.Linear(8, 2))  # fmt: skip
-    speed = Budget(pp.trace(model, torch.randn(IMAGE)), {"macs": 0.5}).even_speed()
-    assert float(speed.min()) < 1
-    assert float(speed[-1]) == float(speed.max()) == 10
-
-
-def test_where_no_channel_saves_anything_all_groups_go_at_the_same_speed(graph: Any) -> None:
-    budget = Budget(graph, {"macs": 0.5})
-    macs = graph.cost.parts["macs"]
-    flat = Quadratic(torch.zeros_like(macs.q), torch.zeros_like(macs.b), 1.0)  # of small latencies
-    budget.cost = Cost(graph.cost.names, graph.cost.full.tolist(), {"macs": flat})
-    assert torch.equal(budget.even_speed(), torch.ones_like(budget.speed))
-
-
-def test_speeds_come_back_with_the_state() -> None:
-    pruners = [
-        pp.Pruner(build("resnet20"), torch.randn(IMAGE), macs=0.5, steps=100) for _ in range(2)
-    ]
-    pruners[0]._set_speed(pruners[0].budget.speed * 2)  # as if prices had been measured
-    pruners[1].load_state_dict(pruners[0].state_dict())
-    for one, other in zip(*(pruner.gates.values() for pruner in pruners), strict=True):
-        assert one.speed is not None and torch.equal(one.speed, other.speed)
-    assert torch.equal(pruners[0].budget.speed, pruners[1].budget.speed)

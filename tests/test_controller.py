@@ -1,6 +1,8 @@
-"""λη follows what holds the gates: the path is held, and what is held least goes first."""
+"""The cost follows its path, and what the loss needs least for its price closes first."""
 
 from __future__ import annotations
+
+import warnings
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 import polarprune as pp
 from conftest import share
 from nets import resnet20
-from polarprune.gates import PEAK, edge, gate_slope, gate_value
+from polarprune.gates import gate_slope
 
 STEPS, BUDGET = 2000, 0.5
 CHANNEL = 0.04  # of the MACs: the dearest channel of this network
@@ -25,8 +27,7 @@ def step(pruner: pp.Pruner, gains: Tensor) -> None:
     """As after a step on a loss of which only this is known: what it gains when a gate opens."""
     sizes = [len(gate.alpha) for gate in pruner.gates.values()]
     for gate, gain in zip(pruner.gates.values(), gains.split(sizes), strict=True):
-        assert gate.speed is not None
-        gate.alpha += gain * gate.speed * gate_slope(gate.alpha, gate.eps)
+        gate.alpha += gain * gate_slope(gate.alpha, gate.eps)
     pruner.step()
 
 
@@ -48,57 +49,54 @@ def rows_before_the_deadline(pruner: pp.Pruner) -> list[dict[str, float]]:
     return [row for row in pruner.history if row["step"] < deadline]
 
 
-def test_the_path_is_held_to_two_channels_however_hard_the_loss_holds_the_gates(
+def test_the_path_is_held_to_one_channel_however_hard_the_loss_holds_the_gates(
     run: tuple[pp.Pruner, Tensor],
 ) -> None:
     pruner, _ = run
     for row in rows_before_the_deadline(pruner):
         wanted = BUDGET + (1 - BUDGET) * pruner.schedule.path(row["step"], STEPS)  # type: ignore[arg-type]
-        assert abs(row["macs"] - wanted) < 2 * CHANNEL, row["step"]
+        assert abs(row["macs"] - wanted) < CHANNEL, row["step"]
 
 
-def test_a_channel_is_left_to_be_closed_at_the_deadline(run: tuple[pp.Pruner, Tensor]) -> None:
+def test_nothing_is_left_to_be_closed_at_the_deadline(run: tuple[pp.Pruner, Tensor]) -> None:
     pruner, _ = run
-    assert rows_before_the_deadline(pruner)[-1]["macs"] < BUDGET + CHANNEL
+    assert pruner.landing == {"gates": 0, "macs": 0.0}
     assert BUDGET - 0.005 < share(pruner)["macs"] <= BUDGET
 
 
 @pytest.mark.parametrize("run", [1.0, 30.0, 300.0], indirect=True)
-def test_what_the_loss_holds_least_for_its_price_is_gone(run: tuple[pp.Pruner, Tensor]) -> None:
+def test_what_the_loss_needs_least_for_its_price_is_gone(run: tuple[pp.Pruner, Tensor]) -> None:
     pruner, gains = run
     prices = torch.tensor([macs for macs, _ in pruner.graph.cost.prices().values()])
-    worth = gains / prices[pruner.budget.owner]
+    worth = gains.square() / prices[pruner.budget.owner]
     gone = (pruner._flat() == 0)[worth.argsort()].double()
-    quarter = len(gone) // 4
-    assert float(gone[:quarter].sum()) > 0.8 * float(gone.sum())
+    half = len(gone) // 2
+    assert float(gone[:half].sum()) > 0.8 * float(gone.sum())
 
 
-def test_live_gates_are_open_at_the_end_and_none_waits(run: tuple[pp.Pruner, Tensor]) -> None:
+def test_only_a_few_gates_are_half_open_at_a_time(run: tuple[pp.Pruner, Tensor]) -> None:
     pruner, _ = run
+    assert max(row["between"] for row in pruner.history) < 0.05 * pruner.graph.units
     values = torch.cat([gate.values().detach() for gate in pruner.gates.values()])
     assert bool(((values == 0) | (values > 0.95)).all())
 
 
-def test_gates_wait_at_the_edge_for_their_turn() -> None:
+def test_a_gate_that_closes_is_closed_within_the_window_whatever_the_loss_does() -> None:
     pruner = fresh()
-    for _ in range(STEPS // 8):  # nothing holds them, and few have to close yet
+    window = pruner.schedule.window_of(STEPS)
+    while not bool((pruner._stepper.ramp > 0).any()):
         pruner.step()
-    alpha, eps = pruner._flat(), pruner.schedule.eps(STEPS // 8, STEPS)
-    waiting = int(((alpha - edge(eps)).abs() < 1e-2).sum())
-    assert waiting > 0.9 * len(alpha)
-    assert 0 < int((alpha == 0).sum()) < 0.05 * len(alpha)
+    chosen = pruner._stepper.ramp > 0
+    for number in range(window):
+        assert not bool((pruner._flat() == 0)[chosen].all()), number
+        with torch.no_grad():
+            for gate in pruner.gates.values():
+                gate.alpha += 0.3  # the loss wants them open
+        pruner.step()
+    assert bool((pruner._flat() == 0)[chosen].all())
 
 
-@pytest.mark.parametrize("eps", [0.1, 1e-3, 5e-8])
-def test_the_edge_is_where_the_slope_peaks_and_the_gate_is_a_quarter(eps: float) -> None:
-    at = torch.tensor(edge(eps), dtype=torch.float64)
-    assert float(gate_value(at, eps)) == pytest.approx(0.25)
-    assert float(gate_slope(at, eps)) == pytest.approx(PEAK / eps**0.5)
-    around = at * torch.linspace(0.5, 2, 301, dtype=torch.float64)
-    assert float(gate_slope(around, eps).max()) <= PEAK / eps**0.5 * (1 + 1e-12)
-
-
-def test_no_gate_moves_by_more_than_the_cap_in_one_step_whatever_pushes_it() -> None:
+def test_no_other_gate_moves_by_more_than_the_cap_in_one_step_whatever_pushes_it() -> None:
     pruner = fresh()
     cap = pruner.schedule.cap(STEPS)
     for number in range(40):
@@ -107,62 +105,59 @@ def test_no_gate_moves_by_more_than_the_cap_in_one_step_whatever_pushes_it() -> 
             for gate in pruner.gates.values():
                 gate.alpha += 0.3 * (-1) ** number
         pruner.step()
-        moved = (pruner._flat() - before).abs().max()
+        moved = (pruner._flat() - before).abs()[pruner._stepper.ramp == 0].max()
         assert cap / 2 < float(moved) <= cap * (1 + 1e-4)
 
 
-def moved_by_the_loss(rate: float, **aim: float) -> tuple[pp.Pruner, float]:
-    """How far the gates went in a hundred steps that push at them, at this rate, each its way."""
-    torch.manual_seed(1)
-    pruner = pp.Pruner(
-        resnet20(16), torch.randn(2, 3, 16, 16), steps=STEPS, **(aim or {"macs": BUDGET})
-    )  # type: ignore[arg-type]
-    pushes = torch.randn(pruner.graph.units).split(
-        [len(gate.alpha) for gate in pruner.gates.values()]
-    )
-    pruner.param_groups(lr=1.0)
-    before = pruner._flat()
-    for _ in range(100):
+def test_the_worth_of_a_gate_is_what_the_loss_loses_without_it_to_first_order() -> None:
+    """Against finite differences of the loss in the gates themselves."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 3)).double()
+    x = torch.randn(5, 6, dtype=torch.float64)
+    pruner = pp.Pruner(model, x, macs=0.5, steps=10_000)
+    optimizer = torch.optim.SGD(pruner.param_groups(lr=1e-9))
+    pruner.attach(optimizer)
+    (gate,) = pruner.gates.values()
+    values, moved = gate.values().detach(), []
+    for k in range(8):
+        losses = []
+        for change in (1e-6, -1e-6):
+            aim = values.clone()
+            aim[k] += change
+            alpha = (aim / (1 - aim) * gate.eps).sqrt()
+            with torch.no_grad():
+                kept = gate.alpha.clone()
+                gate.alpha.copy_(alpha)
+                losses.append(model(x).square().mean())
+                gate.alpha.copy_(kept)
+        moved.append(float(values[k] * (losses[0] - losses[1]) / 2e-6))
+    model(x).square().mean().backward()
+    optimizer.step()
+    wanted = torch.tensor(moved, dtype=torch.float64).square()
+    torch.testing.assert_close(pruner._stepper.worth, wanted, rtol=1e-5, atol=1e-12)
+
+
+def test_gates_that_were_changed_from_outside_are_closed_at_the_deadline_with_a_warning() -> None:
+    pruner = fresh(100)
+    for number in range(50):
         with torch.no_grad():
-            for gate, push in zip(pruner.gates.values(), pushes, strict=True):
-                gate.alpha += rate * push
+            pruner._stepper.ramp.zero_()  # nothing closes by itself
+        if number < 49:
+            pruner.step()
+    with pytest.warns(UserWarning, match=r"gates with .* of the MACs were closed at once"):
         pruner.step()
-    moved = pruner._flat() - before
-    assert float(torch.corrcoef(torch.stack([moved, torch.cat(pushes)]))[0, 1]) > 0.8
-    return pruner, float(moved.std())
+    assert pruner.landing["gates"] > 10 and pruner.landing["macs"] > 0.1
+    assert share(pruner)["macs"] <= BUDGET
 
 
-def test_the_loss_has_its_say_at_any_rate_the_gates_learn_at() -> None:
-    """A small rate must not leave the choice of channels to their price alone."""
-    cap = fresh().schedule.cap(STEPS)
-    (slow, at_slow), (quick, at_quick) = (moved_by_the_loss(rate * cap) for rate in (0.01, 0.5))
-    assert at_slow == pytest.approx(at_quick, rel=0.05)
-    assert 0.3 * 100 * cap < at_slow < 100 * cap
-    assert float(slow._stepper.pace) == pytest.approx(float(quick._stepper.pace) / 50, rel=0.05)
-
-
-def test_where_the_strength_is_given_steps_are_as_long_as_the_optimizer_makes_them() -> None:
-    cap = fresh().schedule.cap(STEPS)
-    (slow, at_slow), (_, at_quick) = (
-        moved_by_the_loss(rate * cap, lam=1e-12) for rate in (0.01, 0.5)
-    )
-    assert at_quick == pytest.approx(50 * at_slow, rel=0.1)
-    assert float(slow._stepper.pace) == 0
-
-
-def test_after_the_deadline_steps_are_as_long_as_the_optimizer_makes_them() -> None:
-    pruner = fresh(200)
-    for _ in range(150):
-        pruner.step()
-    live = pruner._flat() != 0
-    before = pruner._flat()
-    with torch.no_grad():
-        for gate in pruner.gates.values():
-            gate.alpha += 1e-6
-    pruner.step()
-    moved = (pruner._flat() - before)[live & (before.abs() > 0.1)]
-    assert len(moved) > 0
-    assert float(moved.max()) < 2e-6
+def test_a_run_of_any_length_lands_without_a_cut() -> None:
+    for steps in (1, 2, 3, 4, 7, 10, 40, 99):
+        pruner = fresh(steps)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(steps):
+                pruner.step()
+        assert BUDGET - 0.01 < share(pruner)["macs"] <= BUDGET, steps
 
 
 def test_a_resumed_run_goes_on_exactly() -> None:
@@ -170,7 +165,7 @@ def test_a_resumed_run_goes_on_exactly() -> None:
     gains = torch.exp(torch.randn(first.graph.units)) * 30 / steps
     for _ in range(50):
         step(first, gains)
-    assert bool((first._controller.hold > 0).any())
+    assert bool((first._stepper.worth > 0).any())
     second = fresh(200)
     second.load_state_dict(first.state_dict())
     for number in range(40):

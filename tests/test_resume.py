@@ -153,7 +153,7 @@ def picture(parts: tuple[pp.Pruner, Any, Any]) -> list[Any]:
     kept = (pruner.state_dict(), model.state_dict(), optimizer.state_dict())
     identities = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
     modes = [(type(m), m.training) for m in modules]
-    steps = (pruner.step_count, pruner.compactions, pruner.landed, *vars(pruner.budget)["speed"])
+    steps = (pruner.step_count, pruner.compactions, pruner.landed, *pruner.landing.values())
     return [*copy.deepcopy(kept), output, hooks, identities, modes, list(steps)]
 
 
@@ -251,13 +251,11 @@ def test_every_damaged_part_is_refused_and_nothing_changes(
 
 RANGES: dict[str, tuple[Callable[[State], Any], str]] = {
     "step beyond the end": (lambda s: s.update(step=STEPS + 1), "step is 41, not within 0 and 40"),
-    "step of another moment": (lambda s: s.update(step=29), r"controller\['step'\] is 30, after"),
+    "step of another moment": (lambda s: s.update(step=29), r"stepper\['count'\] is 30.0 at step 29"),
     "not landed": (lambda s: s.update(landed=False), "landed is False at step 30"),
     "share of zero": (lambda s: s.update(compacted=0.0), "compacted is 0.0, not a share"),
-    "negative speed": (lambda s: s["speed"].neg_(), "speed has values out of range"),
-    "negative rate": (lambda s: s["controller"].update(rate=-1.0), "'rate'.*out of range"),
-    "negative hold": (lambda s: s["controller"]["hold"].sub_(1), "'hold'.*out of range"),
-    "negative pace": (lambda s: s["stepper"]["pace"].fill_(-1), "'pace'.*out of range"),
+    "negative ramp": (lambda s: s["stepper"]["ramp"].sub_(1), "'ramp'.*out of range"),
+    "negative worth": (lambda s: s["stepper"]["worth"].fill_(-1), "'worth'.*out of range"),
     "count": (lambda s: s["stepper"]["count"].add_(1), r"stepper\['count'\] is 31.0 at step 30"),
     "alpha of a removed channel": (
         lambda s: s["alpha"].update({k: torch.ones_like(v) for k, v in s["alpha"].items()}),

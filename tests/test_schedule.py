@@ -7,6 +7,7 @@ import itertools
 import math
 
 import pytest
+import torch
 
 import polarprune as pp
 
@@ -58,14 +59,18 @@ def test_the_deadline_is_a_step_of_the_run(start: float, done: float, steps: int
 
 
 @pytest.mark.parametrize("steps", STEPS)
-def test_lambda_looks_ahead_to_the_deadline_or_for_its_reaction_time(steps: int) -> None:
-    schedule = pp.Schedule()
-    for step in range(schedule.deadline(steps)):
-        times = schedule.ahead(step, steps)
-        assert times == sorted(set(times))
-        assert times[0] >= 1
-        left = schedule.deadline(steps) - step
-        assert times[-1] == max(left, math.ceil(schedule.reaction * steps))
+def test_a_gate_closes_within_a_fiftieth_of_the_steps_and_at_least_one(steps: int) -> None:
+    assert pp.Schedule().window_of(steps) == max(1, round(steps / 50))
+    assert pp.Schedule(memory=0.1).memory_of(steps) == max(1, round(steps / 10))
+
+
+def test_eps_falls_by_a_factor_every_so_many_steps() -> None:
+    schedule = pp.Schedule.paper(decay=0.5, every=10)
+    assert [schedule.eps(step, 100) for step in (0, 9, 10, 19, 20, 99)] == [
+        0.1, 0.1, 0.05, 0.05, 0.025, 0.1 * 0.5**9]  # fmt: skip
+    counts = torch.arange(100, dtype=torch.float64)
+    wanted = torch.tensor([schedule.eps(step, 100) for step in range(100)], dtype=torch.float64)
+    torch.testing.assert_close(schedule.eps(counts, 100), wanted, rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -79,8 +84,11 @@ def test_lambda_looks_ahead_to_the_deadline_or_for_its_reaction_time(steps: int)
         ({"start": 0.5, "done": 0.5}, r"start=0.5, done=0.5 \(want 0 <= start < done <= 1\)"),
         ({"done": 1.5}, r"start=0.0, done=1.5 \(want 0 <= start < done <= 1\)"),
         ({"start": -0.1}, "start=-0.1"),
-        ({"reaction": 0.0}, "reaction, .*must be positive"),
-        ({"floor": 0.0}, "floor, .*must be positive"),
+        ({"window": 0.0}, "window, .*must be positive"),
+        ({"memory": 0.0}, "memory, .*must be positive"),
+        ({"floor": -1.0}, "floor=-1.0"),
+        ({"decay": 1.5}, r"decay=1.5 \(want at most 1\)"),
+        ({"every": 0}, "every, .*must be positive"),
         ({"max_shrink": 0.0}, "max_shrink, .*must be positive"),
         ({"max_shrink": math.nan}, "max_shrink=nan"),
         ({"sweeps": 0}, "sweeps, .*must be positive"),

@@ -92,7 +92,7 @@ def test_compiled_once_while_eps_and_lambda_change() -> None:
         optimizer.step()
         optimizer.zero_grad()
     torch.compiler.set_stance("default")
-    assert pruner.landed and len({row["lam"] for row in pruner.history}) > 10
+    assert pruner.landed and len({row["lam"] for row in pruner.history}) > 4
     small = pruner.export()
     assert pruner.cost()["macs"] <= 0.5 * pruner.graph.cost.original()["macs"]
     assert small(images).shape == (4, 4)

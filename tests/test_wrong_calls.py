@@ -526,8 +526,8 @@ for name, value in {
 # Schedule
 for numbers in (
     {"eps_end": 0.0}, {"eps_end": 1.0}, {"eps_start": -0.1}, {"done": 1.5}, {"done": 0.0},
-    {"start": 0.7}, {"start": math.nan}, {"reaction": 0}, {"sweeps": 0}, {"max_shrink": math.inf},
-    {"floor": 0.0}, {"gate_lr": -1.0}, {"alpha_start": 10**400}, {"eps_end": 0.0, "done": 2.0},
+    {"start": 0.7}, {"start": math.nan}, {"window": 0}, {"sweeps": 0}, {"max_shrink": -math.inf},
+    {"floor": -1.0}, {"gate_lr": -1.0}, {"alpha_start": 10**400}, {"eps_end": 0.0, "done": 2.0},
 ):  # fmt: skip
     named = ".*".join(numbers)
     FRESH[f"Schedule: {str(numbers)[:50]}"] = (
@@ -536,11 +536,11 @@ for numbers in (
     )
 for numbers in (
     {"done": "0.5"}, {"start": None}, {"eps_end": [1e-3]}, {"floor": True}, {"gate_lr": 1j},
-    {"sweeps": 1.5}, {"relaxed": "yes"}, {"relaxed": 1}, {"reaction": torch.ones(2)},
+    {"sweeps": 1.5}, {"relaxed": "yes"}, {"relaxed": 1}, {"window": torch.ones(2)},
 ):  # fmt: skip
     FRESH[f"Schedule: {numbers}"] = (
         lambda w, numbers=numbers: pp.Schedule(**numbers),
-        f"Schedule: {next(iter(numbers))}=.*Give numbers, a whole one as sweeps",
+        f"Schedule: {next(iter(numbers))}=.*Give numbers, whole ones as sweeps",
     )
 
 # reports
@@ -716,8 +716,8 @@ TRAINED: dict[str, tuple[Call, str]] = {
     "compact: copies, numbers": (lambda w: w.pruner.compact(copies=[3]), NO_COPIES.format("int")),
     "compact: copies, text": (lambda w: w.pruner.compact(copies="x"), NO_COPIES.format("str")),
     "load_state_dict: NaN": (
-        lambda w: changed(w, speed=w.pruner.state_dict()["speed"] * math.nan),
-        OWN.format("speed has values that are NaN or infinite")),
+        lambda w: changed(w, landing={"gates": 0, "macs": math.nan}),
+        OWN.format(r"landing\['macs'\] is nan, not a finite number")),
 }  # fmt: skip
 
 BY_HAND: dict[str, tuple[Call, str]] = {

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from .gates import Gate, GatedWeight, at_speed, gate_slope, gate_value
+from .gates import Gate, GatedWeight, gate_slope, gate_value
 from .surgery import drop_hooks
 
 LIMIT = 2**24  # elements of weights that are laid out
@@ -64,14 +64,12 @@ class Bank:
             return
         alphas = [gate.alpha for gate in self.gates]
         eps = torch.stack([gate.eps for gate in self.gates])
-        speeds = [gate.speed for gate in self.gates if gate.speed is not None]
-        speed = torch.stack(speeds) if speeds else torch.ones_like(eps)
         if self.large:
-            self.ready = _Values.apply(eps, speed, *alphas)  # type: ignore[no-untyped-call]
+            self.ready = _Values.apply(eps, *alphas)  # type: ignore[no-untyped-call]
         else:
             if self._layout is None or not self._layout.fits(weights):
                 self._layout = Layout(weights, self.parts, self.gates, self.readers)
-            self.ready = _Multiply.apply(self._layout, eps, speed, *alphas, *weights)  # type: ignore[no-untyped-call]
+            self.ready = _Multiply.apply(self._layout, eps, *alphas, *weights)  # type: ignore[no-untyped-call]
         self.weights, self.learns, self.running = weights, torch.is_grad_enabled(), True
 
     def end(self) -> None:
@@ -211,9 +209,9 @@ class _Values(torch.autograd.Function):
     """All gates. Nothing is kept that a first backward pass would free for a second."""
 
     @staticmethod
-    def forward(ctx: Any, eps: Tensor, speed: Tensor, *alphas: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, eps: Tensor, *alphas: Tensor) -> tuple[Tensor, ...]:
         ctx.sizes = [len(alpha) for alpha in alphas]
-        ctx.eps, ctx.speed = (_each(numbers, ctx.sizes) for numbers in (eps, speed))
+        ctx.eps = _each(eps, ctx.sizes)
         ctx.alphas, ctx.versions = alphas, [alpha._version for alpha in alphas]
         ctx.set_materialize_grads(False)
         values: tuple[Tensor, ...] = gate_value(torch.cat(alphas), ctx.eps).split(ctx.sizes)
@@ -223,12 +221,12 @@ class _Values(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         used = [k for k, grad in enumerate(grads) if grad is not None]
         _check(ctx.alphas, ctx.versions, used)
-        slopes = (gate_slope(torch.cat(ctx.alphas), ctx.eps) * ctx.speed).split(ctx.sizes)
+        slopes = gate_slope(torch.cat(ctx.alphas), ctx.eps).split(ctx.sizes)
         pulls = torch._foreach_mul([grads[k] for k in used], [slopes[k] for k in used])  # type: ignore[misc]
         found: list[Tensor | None] = [None] * len(grads)
         for k, pull in zip(used, pulls, strict=True):
             found[k] = pull
-        return (None, None, *found)
+        return (None, *found)
 
 
 def _each(numbers: Tensor, sizes: list[int]) -> Tensor:
@@ -249,12 +247,10 @@ class _Multiply(torch.autograd.Function):
     """Weights times gates. Nothing is kept that a first backward pass would free for a second."""
 
     @staticmethod
-    def forward(
-        ctx: Any, layout: Layout, eps: Tensor, speed: Tensor, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, layout: Layout, eps: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         count = len(layout.sizes)
         alphas, weights = list(tensors[:count]), list(tensors[count:])
-        ctx.layout, ctx.eps, ctx.speed = layout, eps, speed
+        ctx.layout, ctx.eps = layout, eps
         ctx.alphas, ctx.weights = alphas, weights
         ctx.versions = [tensor._version for tensor in tensors]
         ctx.set_materialize_grads(False)
@@ -267,8 +263,8 @@ class _Multiply(torch.autograd.Function):
         used = [slot for slot, grad in enumerate(grads) if grad is not None]
         read = {gate for slot in used for gate in layout.readers[slot]}
         _check(tensors, ctx.versions, [*read, *(len(ctx.alphas) + slot for slot in used)])
-        flat, eps, speed = torch.cat(ctx.alphas), ctx.eps[layout.owner], ctx.speed[layout.owner]
-        values = at_speed(gate_value(flat, eps), speed)  # has gradients itself in a second pass
+        flat, eps = torch.cat(ctx.alphas), ctx.eps[layout.owner]
+        values = gate_value(flat, eps)  # has gradients itself in a second pass
         factors = layout.spread(values.to(ctx.weights[0].dtype))
         mine = [layout.like(slot, grads[slot]) for slot in used]
         scaled = torch._foreach_mul(mine, [factors[slot] for slot in used])
@@ -278,14 +274,14 @@ class _Multiply(torch.autograd.Function):
             products[slot] if slot in products else torch.zeros_like(weight)
             for slot, weight in enumerate(ctx.weights)
         ])  # fmt: skip
-        slopes = gate_slope(flat, eps) * speed
+        slopes = gate_slope(flat, eps)
         pulls = (summed.to(flat.dtype) * slopes).split(layout.sizes)
         found: list[Tensor | None] = [None] * len(tensors)
         for gate in read:
             found[gate] = pulls[gate]
         for slot, grad in zip(used, scaled, strict=True):
             found[len(ctx.alphas) + slot] = grad
-        return (None, None, None, *found)
+        return (None, None, *found)
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from .cost import Cost, Part
 from .errors import PruneError
 from .groups import WHOLE, Graph
 
-_FASTEST = 10.0  # channels that cost next to nothing do not have to go at the same speed
 Felt = Callable[[Tensor], Tensor]
 _SOON = 4.0  # costliest blocks away from the budget, what will be closed is planned
 _NEAR = 0.005  # of the original: what may stay unused before blocks are exchanged for it
@@ -54,23 +53,6 @@ class Budget:
         self.multiple = torch.where(narrow, sizes, self.multiple)
         self.minimum = torch.where(narrow, sizes * (self.minimum > 0), self.minimum)
         self.is_coarse = bool((self.multiple > 1).any())
-        self.speed = torch.ones(len(groups), dtype=torch.float64)
-
-    def even_speed(self) -> Tensor:
-        """Factors of the groups' rates, so that all take the same time to close.
-
-        α_l takes its steps, those of the loss and the proximal one, with a rate divided by its
-        price at the start: the balance of loss against λ · price is the same, but dear channels do
-        not come to it before the others have said anything.
-        """
-        with torch.device("cpu"):
-            n = self.cost.full
-            q, b = self.combined(n)
-            price = q @ n + b
-            mean = (price * n).sum() / n.sum()
-            if mean <= 0:  # no channel saves anything by itself, as in a latency of stairs
-                return torch.ones_like(price)
-            return mean / price.clamp_min(mean / _FASTEST)
 
     def add(self, key: str, part: Part) -> None:
         """Another resource, which the limits speak of."""
@@ -95,15 +77,14 @@ class Budget:
         return {key: gap / total for key, gap in gaps.items()}
 
     def combined(self, n: Tensor) -> tuple[Tensor, Tensor]:
-        """Q and b of the weighted, normalised resources, times the speed of each group: the prices
-        that the gates feel."""
+        """Q and b of the weighted, normalised resources: the prices that the gates feel."""
         q = torch.zeros_like(self.cost.parts["macs"].q)
         b = torch.zeros_like(self.cost.parts["macs"].b)
         for key, weight in self.weights(n).items():
             own_q, own_b = self.cost.parts[key].linear(n)
             q = q + own_q * (weight / self.whole[key])
             b = b + own_b * (weight / self.whole[key])
-        return q * self.speed[:, None], b * self.speed
+        return q, b
 
     def check_reachable(self) -> None:
         """Refuse a budget that no choice of widths can meet."""

@@ -7,7 +7,7 @@ gradient. As ε decays, every other gate tends to 1.
 from __future__ import annotations
 
 from numbers import Integral
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from .norms import weight_of
 from .surgery import spread
 
 ALPHA_START, EPS_START = 1.0, 0.1
-Number = TypeVar("Number", Tensor, float)
 
 
 def gate_value(alpha: Tensor, eps: Tensor | float) -> Tensor:
@@ -29,20 +28,6 @@ def gate_value(alpha: Tensor, eps: Tensor | float) -> Tensor:
 def gate_slope(alpha: Tensor, eps: Tensor | float) -> Tensor:
     """dg/dα = 2αε / (α² + ε)²"""
     return 2 * alpha * eps / (alpha * alpha + eps) ** 2
-
-
-PEAK = 9 / (8 * 3**0.5)  # the slope is nowhere steeper than this / √ε
-
-
-def edge(eps: Number) -> Number:
-    """Where the slope is steepest, and the gate 1/4."""
-    return eps**0.5 / 3**0.5  # type: ignore[no-any-return]
-
-
-def at_speed(values: Tensor, speed: Tensor) -> Tensor:
-    """The same numbers, their gradient times `speed`."""
-    still = values.detach()
-    return still + speed * (values - still)
 
 
 class Gate(nn.Module):
@@ -59,7 +44,6 @@ class Gate(nn.Module):
     is_gate = True
     alpha: nn.Parameter
     eps: Tensor
-    speed: Tensor | None  # a factor of α's gradient, where not all gates are to move alike
 
     def __init__(self, size: int, axis: int = 1, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -67,12 +51,10 @@ class Gate(nn.Module):
         self.axis = axis
         self.alpha = nn.Parameter(torch.full((size,), ALPHA_START, dtype=dtype))
         self.register_buffer("eps", torch.tensor(EPS_START, dtype=dtype))
-        self.register_buffer("speed", None, persistent=False)
 
     def values(self) -> Tensor:
         """The gates, between 0 and 1."""
-        values = gate_value(self.alpha, self.eps)
-        return values if self.speed is None else at_speed(values, self.speed)
+        return gate_value(self.alpha, self.eps)
 
     def forward(self, x: Tensor) -> Tensor:
         self._check_input(x)

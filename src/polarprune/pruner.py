@@ -48,6 +48,7 @@ from .trace import changed, survey
 
 _CONTROLS = 400  # how often the host looks at the gates during a run, at most
 _BINS = 20
+_LANDING = 0.005  # of the MACs: more is not closed at once without a word
 _FIFTH = 0.2  # of the MACs: compact="auto" waits until so much has gone since the last time
 _LAST = 0.05  # the same once the budget is met, as no more will go
 _WORTH = 0.02  # of all steps: what is left of the training has to become shorter by so much
@@ -115,15 +116,12 @@ class Pruner:
         self._slots = empty_slots(model)
         self._present = torch.ones(self.graph.units, dtype=torch.bool, device="cpu")
         self.gates: dict[str, Gate] = install(model, self.graph, example)
-        if limits:
-            self._set_speed(self.budget.even_speed())
-        self._stepper = Stepper(
-            self.gates, self.budget.owner, schedule, steps, lengthen=lam is None
-        )
+        self._stepper = Stepper(self.gates, self.budget.owner, schedule, steps)
         self._made_for = self._weight().dtype
         self.step_count = 0
         self.landed = False
-        self._controller = Controller(self.budget, schedule, steps, lam)
+        self.landing = {"gates": 0, "macs": 0.0}  # what was closed at once at the deadline
+        self._controller = Controller(self.budget, schedule, steps)
         self.history: list[dict[str, Any]] = []
         self.proof: dict[str, float] = {}
         self._optimizer: Optimizer | None = None
@@ -238,27 +236,19 @@ class Pruner:
 
     @torch.no_grad()
     def _control(self) -> None:
-        """Look at the gates: how fast they have to close, which may, and is it time to land."""
+        """Look at the gates: which are to close now, and is it time to land."""
         alpha = self._flat().double().cpu()
-        self._controller.look(self.step_count, alpha)
         if self.limits and self.step_count >= self.schedule.deadline(self.steps):
             alpha = alpha if self.landed else self._land(alpha)
         elif self.lam is not None and self.step_count == self.steps:
-            self.budget.even_out(alpha, self._controller.effort())
+            self.budget.even_out(alpha)
             self._stepper.put(alpha)
-        alpha = self._settle(alpha)
+        if not self.schedule.reopens:
+            alpha = self._settle(alpha)
         n = self.budget.widths(alpha)
         if self._watch is not None and not self.landed:
             self._watch.look(n)
-        q, b = self.budget.combined(n)
-        self._stepper.q.copy_(q)
-        self._stepper.b.copy_(b)
-        idle = self.landed or self.step_count < self.schedule.begins(self.steps)
-        aim = self._controller.aim(alpha, n, idle=idle)
-        for name, value in aim._asdict().items():
-            getattr(self._stepper, name).copy_(value)
-        if self.lam is None:
-            self._stepper.scale.fill_(self._controller.rate)
+        self._steer(alpha, n)
         self._record(alpha, n)
         if self._compacts and not self._given_up and self._pays():
             try:
@@ -267,10 +257,17 @@ class Pruner:
                 self._given_up = True
                 warnings.warn(f'compact="auto" is given up: {error}', stacklevel=2)
 
-    def _set_speed(self, speed: Tensor) -> None:
-        self.budget.speed = speed
-        for gate, own in zip(self.gates.values(), speed, strict=True):
-            gate.speed = own.to(gate.eps)
+    def _steer(self, alpha: Tensor, n: Tensor) -> None:
+        """Tell the stepper what to do with each gate."""
+        stepper = self._stepper
+        for own, new in zip((stepper.q, stepper.b), self.budget.combined(n), strict=True):
+            own.copy_(new)
+        if self.lam is None:
+            worth, ramp = stepper.worth.cpu(), stepper.ramp.double().cpu()
+            stepper.ramp.copy_(self._controller.ramps(self.step_count, alpha, worth, ramp))
+        else:
+            spared = self.budget.blocks(alpha).member < 0 if self.schedule.spares else alpha.isnan()
+            stepper.pulled.copy_(~spared & (self.step_count >= self.schedule.begins(self.steps)))
 
     def _settle(self, alpha: Tensor) -> Tensor:
         """Close what is read only by layers of which nothing is left: it has lost its meaning."""
@@ -281,16 +278,27 @@ class Pruner:
         return alpha
 
     def _land(self, alpha: Tensor) -> Tensor:
-        alpha = (self._watch or self.budget).land(alpha, self._controller.effort())
-        self._stepper.put(alpha)
+        """Close what is still missing: next to nothing, or the user is told."""
+        before = self.graph.cost.share(self.budget.widths(alpha))["macs"]
+        landed = (self._watch or self.budget).land(alpha, self._stepper.worth.cpu())
+        gone = before - self.graph.cost.share(self.budget.widths(landed))["macs"]
+        self.landing = {"gates": int(((alpha != 0) & (landed == 0)).sum()), "macs": gone}
+        if gone > _LANDING and self._watch is None:
+            warnings.warn(
+                f"{self.landing['gates']} gates with {gone:.1%} of the MACs were closed at once to "
+                f"meet the budget at step {self.step_count}. Were gates changed from outside?",
+                stacklevel=2,
+            )
+        self._stepper.put(landed)
         self.landed = True
-        return alpha
+        return landed
 
     def _record(self, alpha: Tensor, n: Tensor) -> None:
         values = gate_value(alpha, self.schedule.eps(self.step_count, self.steps))
         share = self.graph.cost.share(n)
         lr = float(self._gate_lr())
-        lam = self._controller.rate / lr if lr else 0.0
+        pull = self._stepper.ramp.double().cpu() / self.budget.price(n)[self.budget.owner]
+        lam = float(pull.max()) / lr if lr else 0.0
         self.history.append(
             {
                 "step": self.step_count,
@@ -475,9 +483,7 @@ class Pruner:
         Gates that are not finite are refused: a checkpoint of these must not replace a good one.
         """
         flat = self._flat()
-        check_finite(
-            dict(self._named_alphas()), torch.cat([flat, self._stepper.pace.to(flat)[None]])
-        )
+        check_finite(dict(self._named_alphas()), torch.cat([flat, self._stepper.worth.to(flat)]))
         return self._state()
 
     def _state(self) -> dict[str, Any]:
@@ -487,12 +493,11 @@ class Pruner:
             "schedule": asdict(self.schedule),
             "step": self.step_count,
             "landed": self.landed,
-            "controller": self._controller.state(),
+            "landing": dict(self.landing),
             "alpha": dict(zip(self.gates, self._flat().split(sizes), strict=True)),
             "present": self._present.clone(),
             "compacted": self._compacted,
             "given_up": self._given_up,
-            "speed": self.budget.speed,
             "stepper": self._stepper.state(),
             "history": copy.deepcopy(self.history),
             **({"latency": self._watch.state()} if self._watch else {}),
@@ -511,13 +516,11 @@ class Pruner:
         for one in optimizers:
             rebuild.check(one)
         self.step_count, self.landed = state["step"], state["landed"]
+        self.landing = dict(state["landing"])
         self.history = copy.deepcopy(state["history"])
-        self._controller.load(state["controller"])
         self._take_out(rebuild, optimizers, copies)
         self._compacted, self._given_up = state["compacted"], state["given_up"]
         self._stepper.put(torch.cat([state["alpha"][name] for name in self.gates]))
         self._stepper.load(state["stepper"])
-        if self.limits:
-            self._set_speed(state["speed"].cpu())
         if self._watch is not None:
             self._watch.load(state["latency"])

@@ -144,11 +144,9 @@ def _check_tensor(part: str, value: Any, own: Tensor) -> None:
 def _check_numbers(state: dict[str, Any], own: dict[str, Any], deadline: int) -> None:
     """Ranges, after the form is known to be right."""
     steps, step = own["settings"]["steps"], state["step"]
-    stepper, controller = state["stepper"], state["controller"]
+    stepper = state["stepper"]
     if not 0 <= step <= steps:
         _refuse("step", f"is {step}, not within 0 and {steps}")
-    if not 0 <= controller["step"] <= step:
-        _refuse("controller['step']", f"is {controller['step']}, after step {step}")
     if float(stepper["count"]) != step:
         _refuse("stepper['count']", f"is {float(stepper['count'])} at step {step}")
     if state["landed"] != (0 < deadline <= step):
@@ -156,10 +154,7 @@ def _check_numbers(state: dict[str, Any], own: dict[str, Any], deadline: int) ->
     if not 0 < state["compacted"] <= 1:
         _refuse("compacted", f"is {state['compacted']}, not a share")
     parts = {
-        "speed": (state["speed"], _is_positive),
-        **{f"stepper[{k!r}]": (stepper[k], _is_not_negative) for k in ("scale", "pace")},
-        **{f"controller[{k!r}]": (controller[k], _is_not_negative)
-           for k in ("rate", "hold", "pull", "size")},
+        **{f"stepper[{k!r}]": (stepper[k], _is_not_negative) for k in ("scale", "ramp", "worth")},
         **_latency_parts(state.get("latency")),
     }  # fmt: skip
     for part, (value, holds) in parts.items():

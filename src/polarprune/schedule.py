@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
+
+from torch import Tensor
 
 from .errors import PruneError
 
@@ -53,29 +55,37 @@ class Schedule:
         strange = [f"{name}={value!r}" for name, value in given.items() if not _fits(name, value)]
         if strange:
             raise PruneError(
-                f"Schedule: {'; '.join(strange)}. Give numbers, a whole one as sweeps, and True or "
-                f"False as relaxed."
+                f"Schedule: {'; '.join(strange)}. Give numbers, whole ones as "
+                f"{' and '.join(_WHOLE)}, and True or False as {', '.join(_FLAGS)}."
             )
         problems = [
             f"{name}={value}"
             for name, value in given.items()
-            if name != "relaxed" and not (is_number(value) and value >= 0)
-        ]
+            if name not in _FLAGS and not (is_number(value) and value >= 0)
+            and (name, value) != ("max_shrink", math.inf)
+        ]  # fmt: skip
         if not 0 < self.eps_end <= self.eps_start:
             problems.append(f"eps_end={self.eps_end} (want 0 < eps_end <= eps_start)")
         if not 0 <= self.start < self.done <= 1:
             problems.append(f"start={self.start}, done={self.done} (want 0 <= start < done <= 1)")
-        positive = (self.reaction, self.floor, self.max_shrink, self.sweeps, self.alpha_start)
-        if min(positive) <= 0:
-            problems.append("reaction, floor, max_shrink, sweeps, alpha_start must be positive")
+        if self.decay > 1:
+            problems.append(f"decay={self.decay} (want at most 1)")
+        if min(given[name] for name in _POSITIVE) <= 0:
+            problems.append(f"{', '.join(_POSITIVE)} must be positive")
         if problems:
             raise PruneError("Schedule: " + "; ".join(problems) + ". Correct these numbers.")
         for name, value in given.items():
             if type(value) not in (bool, int, float):  # of numpy: checkpoints hold plain numbers
-                object.__setattr__(self, name, int(value) if name == "sweeps" else float(value))
+                object.__setattr__(self, name, int(value) if name in _WHOLE else float(value))
 
-    def eps(self, step: int, steps: int) -> float:
-        return float(self.eps_start * (self.eps_end / self.eps_start) ** min(step / steps, 1.0))
+    def eps(self, step: Number, steps: int) -> Number:
+        """ε after so many steps, on the host or, as a tensor, on the device."""
+        step = step.clamp(max=steps) if isinstance(step, Tensor) else min(step, steps)
+        ratio, times = self.eps_end / self.eps_start, step / steps
+        if self.decay:
+            ratio, times = self.decay, step // self.every
+        found: Number = self.eps_start * ratio**times
+        return found
 
     def begins(self, steps: int) -> int:
         return math.floor(self.start * steps)
@@ -88,31 +98,35 @@ class Schedule:
         """How far α may shrink in one step."""
         return self.max_shrink / steps
 
+    def window_of(self, steps: int) -> int:
+        """How many steps a gate takes to close."""
+        return max(1, round(self.window * steps))
+
+    def memory_of(self, steps: int) -> int:
+        """Over how many steps is averaged what a gate is worth."""
+        return max(1, round(self.memory * steps))
+
     def path(self, step: float, steps: int) -> float:
         """The part of the way to the budget that is still to go: 1 at the start, 0 when done."""
-        last = self.deadline(steps)
-        closing = min(steps / self.max_shrink, (last - self.begins(steps)) / 2)
-        first = self.begins(steps) + closing  # no gate can be closed earlier
+        begins, last = self.begins(steps), self.deadline(steps)
+        first = begins + min(self.window_of(steps), (last - begins) / 2)  # nothing closes earlier
         if step <= first:
             return 1.0
         if step >= last:
             return 0.0
         return 0.5 * (1 + math.cos(math.pi * (step - first) / (last - first)))
 
-    def ahead(self, step: int, steps: int) -> list[int]:
-        """How many steps λ looks ahead along the path: from the reaction time to the deadline."""
-        left = self.deadline(steps) - step
-        times = [max(1, math.ceil(self.reaction * steps))]
-        while times[-1] < left:
-            times.append(min(2 * times[-1], left))
-        return times
+
+Number = TypeVar("Number", float, Tensor)
+_FLAGS, _WHOLE = ("relaxed", "reopens", "spares"), ("sweeps", "every")
+_POSITIVE = ("window", "memory", "max_shrink", "sweeps", "every", "alpha_start")
 
 
 def _fits(name: str, value: Any) -> bool:
     """Is it of the kind that the field is for?"""
-    if name == "relaxed":
+    if name in _FLAGS:
         return isinstance(value, bool)
-    kind = Integral if name == "sweeps" else Real
+    kind = Integral if name in _WHOLE else Real
     return isinstance(value, kind) and not isinstance(value, bool)
 
 

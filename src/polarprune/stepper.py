@@ -6,6 +6,7 @@ no step waits for the device, and a CUDA graph can hold it. The host looks in no
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -122,6 +123,8 @@ class Stepper:
         shrunk = proximal(alpha, self.owner, self.q, self.b, self.scale, sweeps=sweeps)
         alpha = torch.where(self.pulled, shrunk, alpha)
         cap = self.schedule.cap(self.steps)
+        if math.isinf(cap):
+            return alpha
         return self.before + (alpha - self.before).clamp(-cap, cap)
 
     @torch.no_grad()
