@@ -46,7 +46,6 @@ def stepper(groups: int, device: str) -> Stepper:
     step.b.fill_(1.0)
     step.scale.fill_(1e-12)
     step.pulled[::2] = True
-    step.closable.copy_(step.pulled)
     return step
 
 

@@ -247,22 +247,15 @@ def slopes_and_values(limits: dict[str, float]) -> tuple[pp.Pruner, Tensor, list
     return pruner, out.detach(), [gate.alpha.grad for gate in pruner.gates.values()]  # type: ignore[misc]
 
 
-def test_with_a_budget_gates_give_the_same_values_and_gradients_over_the_price() -> None:
+def test_with_a_budget_gates_give_the_same_values_and_gradients_as_without() -> None:
     _, plain_out, plain_slopes = slopes_and_values({"lam": 1.0})
-    pruner, out, slopes = slopes_and_values({"macs": 0.5})
+    _, out, slopes = slopes_and_values({"macs": 0.5})
     assert torch.equal(out, plain_out)
-    n, part = pruner.graph.cost.full, pruner.graph.cost.parts["macs"]
-    prices = part.q @ n + part.b
-    assert prices.max() > 2 * prices.min()
-    ratios = torch.stack([
-        (mine / other).mean() for mine, other in zip(slopes, plain_slopes, strict=True)
-    ])  # fmt: skip
-    for mine, other, ratio in zip(slopes, plain_slopes, ratios, strict=True):
-        torch.testing.assert_close(mine, other * ratio)
-    torch.testing.assert_close(ratios * prices, (ratios * prices)[:1].expand(len(prices)))
+    for mine, other in zip(slopes, plain_slopes, strict=True):
+        torch.testing.assert_close(mine, other)
 
 
-def test_the_weights_learn_the_same_at_any_speed() -> None:
+def test_the_weights_learn_the_same_with_a_budget_and_without() -> None:
     found = []
     for limits in ({"lam": 1.0}, {"macs": 0.5}):
         pruner, _, _ = slopes_and_values(limits)

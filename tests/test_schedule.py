@@ -61,7 +61,7 @@ def test_the_deadline_is_a_step_of_the_run(start: float, done: float, steps: int
 @pytest.mark.parametrize("steps", STEPS)
 def test_a_gate_closes_within_a_fiftieth_of_the_steps_and_at_least_one(steps: int) -> None:
     assert pp.Schedule().window_of(steps) == max(1, round(steps / 50))
-    assert pp.Schedule(memory=0.1).memory_of(steps) == max(1, round(steps / 10))
+    assert pp.Schedule(memory=0.1).memory_of(steps) == max(20, round(steps / 10))
 
 
 def test_eps_falls_by_a_factor_every_so_many_steps() -> None:

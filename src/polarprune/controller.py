@@ -15,6 +15,8 @@ from torch import Tensor
 from .budget import Budget
 from .schedule import Schedule
 
+_MORE = 1e-4  # than exactly what closes a gate in time: numbers are rounded
+
 
 class Controller:
     """Keeps the cost on the path of the schedule."""
@@ -40,7 +42,7 @@ class Controller:
             closing = (self.budget.land(left, worth) == 0) & (left != 0)
         else:
             closing = self._due(step + within, left, worth)
-        return torch.where(closing, alpha.abs() / within, ramp)
+        return torch.where(closing, (1 + _MORE) * alpha.abs() / within, ramp)
 
     def _due(self, step: int, alpha: Tensor, worth: Tensor) -> Tensor:
         """What has to close for the cost to be on its path then; nothing that ends the excess."""

@@ -155,6 +155,7 @@ def _check_numbers(state: dict[str, Any], own: dict[str, Any], deadline: int) ->
         _refuse("compacted", f"is {state['compacted']}, not a share")
     parts = {
         **{f"stepper[{k!r}]": (stepper[k], _is_not_negative) for k in ("scale", "ramp", "worth")},
+        **{f"landing[{k!r}]": (value, _is_not_negative) for k, value in state["landing"].items()},
         **_latency_parts(state.get("latency")),
     }  # fmt: skip
     for part, (value, holds) in parts.items():

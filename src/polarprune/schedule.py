@@ -103,8 +103,8 @@ class Schedule:
         return max(1, round(self.window * steps))
 
     def memory_of(self, steps: int) -> int:
-        """Over how many steps is averaged what a gate is worth."""
-        return max(1, round(self.memory * steps))
+        """Over how many steps is averaged what a gate is worth: enough, even in a short run."""
+        return max(20, round(self.memory * steps))
 
     def path(self, step: float, steps: int) -> float:
         """The part of the way to the budget that is still to go: 1 at the start, 0 when done."""
