@@ -160,8 +160,8 @@ def latency() -> list[str]:
         "the median of five such comparisons and their range "
         "([latency.py](../benchmarks/latency.py)). Ready: seconds until the model of the time is "
         "fitted. On the CPU with `MALLOC_TRIM_THRESHOLD_` and `MALLOC_MMAP_THRESHOLD_` of 4 GB. "
-        "Rows on the GPU, like the steps above, were measured before groups closed at equal speed, "
-        "which added some twenty small operations on the vector of all gates to a step.",
+        "All figures on this page were measured before channels closed one by one, which changed "
+        "some twenty small operations on the vector of all gates in a step.",
         "",
         "| network | batch | original (ms) | budget | measured | off by | MACs left | ready (s) | "
         "machine |",

@@ -234,7 +234,7 @@ def test_a_gate_can_stand_on_any_axis() -> None:
     assert torch.allclose(last(x)[..., 1], torch.tensor(1 / 1.1))
 
 
-# --- at equal speed -------------------------------------------------------------------------------
+# --- with a budget --------------------------------------------------------------------------------
 
 
 def slopes_and_values(limits: dict[str, float]) -> tuple[pp.Pruner, Tensor, list[Tensor]]:

@@ -116,7 +116,8 @@ class Pruner:
         self._slots = empty_slots(model)
         self._present = torch.ones(self.graph.units, dtype=torch.bool, device="cpu")
         self.gates: dict[str, Gate] = install(model, self.graph, example)
-        self._stepper = Stepper(self.gates, self.budget.owner, schedule, steps)
+        pulls = lam is not None
+        self._stepper = Stepper(self.gates, self.budget.owner, schedule, steps, pulls=pulls)
         self._made_for = self._weight().dtype
         self.step_count = 0
         self.landed = False

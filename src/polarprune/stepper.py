@@ -21,9 +21,10 @@ class Stepper:
     """All gates as one vector, of the length they had at first: what was taken out is closed."""
 
     def __init__(
-        self, gates: dict[str, Gate], owner: Tensor, schedule: Schedule, steps: int
+        self, gates: dict[str, Gate], owner: Tensor, schedule: Schedule, steps: int, *, pulls: bool
     ) -> None:
-        self.gates, self.schedule, self.steps = gates, schedule, steps
+        """`pulls`: by the paper's proximal step (`lam=`); else gates close by ramps (a budget)."""
+        self.gates, self.schedule, self.steps, self.pulls = gates, schedule, steps, pulls
         self.places: Tensor | None = None  # of the gates that are left, once some were taken out
         groups = len(gates)
         self.owner = owner
@@ -81,13 +82,17 @@ class Stepper:
         alpha = self.flat()
         if not self.schedule.reopens:
             alpha = alpha * self.live  # momentum must not revive what is closed
-        self._weigh(alpha)
-        closing = self.ramp > 0
-        alpha = torch.where(closing, self._ramped(alpha), self._pulled(alpha))
+        if self.pulls:
+            alpha = self._capped(self._pulled(alpha))
+            closable = self.pulled
+        else:
+            self._weigh(alpha)
+            closable = self.ramp > 0
+            alpha = torch.where(closable, self._ramped(alpha), self._capped(alpha))
         if self.schedule.floor:
-            small = (alpha.abs() < self.schedule.floor) & ~closing
-            held = self.live & ~self.pulled & small
-            alpha = torch.where(small, self.schedule.floor * held, alpha)
+            least = self.schedule.floor * (self.live & ~closable)
+            zero = closable & (alpha.abs() < self.schedule.floor) & self.pulls
+            alpha = torch.where(zero, 0, torch.where(alpha.abs() < least, least, alpha))
         self.put(alpha)
         self.ramp *= self.live
         self.count += 1
@@ -117,11 +122,14 @@ class Stepper:
         return size.clamp_min(0).copysign(self.before)
 
     def _pulled(self, alpha: Tensor) -> Tensor:
-        """The proximal step of the paper, and the cap on how far it may go."""
+        """The proximal step of the paper."""
         proximal = prox_l1 if self.schedule.relaxed else prox_l0
         sweeps = self.schedule.sweeps
         shrunk = proximal(alpha, self.owner, self.q, self.b, self.scale, sweeps=sweeps)
-        alpha = torch.where(self.pulled, shrunk, alpha)
+        return torch.where(self.pulled, shrunk, alpha)
+
+    def _capped(self, alpha: Tensor) -> Tensor:
+        """No farther from where it was than one step may go."""
         cap = self.schedule.cap(self.steps)
         if math.isinf(cap):
             return alpha
