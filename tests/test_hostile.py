@@ -96,7 +96,7 @@ class Masked(nn.Module):
 def test_every_head_keeps_its_own_mask(size: float) -> None:
     torch.manual_seed(0)
     model, x = Masked().double(), torch.randn(2, 5, 6).double()
-    pruner = pruned(model, (x, torch.randn(8, 5, 5).double() * size), macs=0.7)
+    pruner = pruned(model, (x, torch.randn(8, 5, 5).double() * size), macs=0.45)
     small = pruner.export()
     assert len(pruner.plan()["a"]) < 4
     assert apart(model, small, x, torch.randn(8, 5, 5).double() * 3) < 1e-12
