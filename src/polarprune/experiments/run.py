@@ -151,6 +151,7 @@ class Run:
         card["widths"] = {
             group["name"]: [group["after"], group["before"]] for group in report.groups
         }
+        card["landing"] = dict(pruner.landing)
         results = {key: card[key] for key in ("table", "identical_predictions")}
         results |= {"test_images": card["scored_on"], **environment()}
         report = dataclasses.replace(report, before=whole, after=left, results=results)
