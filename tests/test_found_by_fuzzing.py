@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -68,3 +70,19 @@ def test_the_first_trial_plans_cut_every_group(seed: int) -> None:
     plan = trial_plan(graph, seed)
     assert [graph.groups[name].size for name in plan] == [2, 3, 4]
     assert all(len(kept) < graph.groups[name].size for name, kept in plan.items())
+
+
+def test_a_bare_norm_of_frozen_channels_keeps_its_number_of_channels(tmp_path: Path) -> None:
+    """Inside it the batch lies beside the channels; a file with that number was refused."""
+    torch.manual_seed(0)
+
+    def make() -> nn.Module:
+        norm = nn.InstanceNorm2d(3, track_running_stats=True)
+        return nn.Sequential(norm, nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 2, 1)).eval()
+
+    model, x = make(), torch.randn(4, 3, 6, 6)
+    graph = pp.trace(model, x)
+    small = pp.shrink(model, graph, {"1": [0, 5]})
+    assert small.get_submodule("0").num_features == 3
+    pp.save(small, tmp_path / "small.safetensors")
+    assert torch.equal(pp.load(tmp_path / "small.safetensors", model=make()).eval()(x), small(x))

@@ -94,7 +94,8 @@ def write_recipe(model: nn.Module, graph: Graph, plan: Plan) -> Recipe:
         if isinstance(module, SPATIAL) and _meets_nothing(path, graph, alive):
             recipe.hollow.append(path)
         elif isinstance(module, (nn.GroupNorm, instancenorm._InstanceNorm)) and not module.affine:
-            describe_bare_norm(path, module, _incoming(path, graph, alive), recipe)
+            width = module.num_channels if isinstance(module, nn.GroupNorm) else module.num_features
+            describe_bare_norm(path, module, _incoming(path, width, graph, alive), recipe)
         elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and path in graph.weights:
             shape = _normalised(module, graph.ops_in(path), graph, alive)
             recipe.attributes.setdefault(path, {})["normalized_shape"] = shape
@@ -161,13 +162,14 @@ def _meets_nothing(path: str, graph: Graph, alive: Tensor) -> bool:
     return False
 
 
-def _incoming(path: str, graph: Graph, alive: Tensor) -> int | None:
-    """How many channels still reach a module, or None if it is given no open ones."""
+def _incoming(path: str, width: int, graph: Graph, alive: Tensor) -> int | None:
+    """How many of its channels still reach a module, or None if it is given no open ones."""
     for op in graph.ops_in(path):
         for value in op.inputs():
-            for units in graph.values.get(value, []) if len(value.shape) > 1 else []:
-                if units.dim() > 1 and units.shape[1] > 1:
-                    return int(stays(units, alive).sum())
+            if len(value.shape) > 1 and value.shape[1] == width:
+                kept = graph.kept(value, 1, alive)
+                if kept is not None:
+                    return int(kept.sum())
     return None
 
 

@@ -280,6 +280,9 @@ def _compare(
             if not (batch or larger):
                 raise
             continue  # the original does not run on this size
+        if larger and any(x.dim() and x.shape[0] != program.batch for x in tree_leaves(wanted)):
+            counts["rows made of pixels"] += 1  # `reshape(-1, 8, 4, 4)` of larger pictures
+            continue
         counts["sizes compared"] += 1
         try:
             got = run(small, given, training=training)
