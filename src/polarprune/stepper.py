@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .gates import Gate, gate_value
+from .gates import Gate
 from .prox import prox_l0, prox_l1
 from .schedule import Schedule
 
@@ -140,10 +140,6 @@ class Stepper:
         """ε, into the buffers of all gates."""
         eps = self.schedule.eps(self.count, self.steps).to(self._eps[0])
         torch._foreach_copy_(self._eps, [eps] * len(self._eps))
-
-    def values(self) -> Tensor:
-        """The gates."""
-        return gate_value(self.flat().double(), self._eps[0].double())
 
     def state(self) -> dict[str, Any]:
         names = ("count", "scale", "q", "b", "pulled", "ramp", "worth")
