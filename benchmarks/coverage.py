@@ -65,8 +65,8 @@ def look(model: Any, example: Any, norms: bool) -> dict[str, Any]:
     import torch
 
     import polarprune as pp
-    from polarprune.proof import StaysDouble, count_macs, in_double, prove_equal
-    from polarprune.surgery import fold
+    from polarprune.surgery.apply import fold
+    from polarprune.surgery.proof import StaysDouble, count_macs, in_double, prove_equal
 
     spent: dict[str, float] = {}
     with measured(spent, "trace"):
@@ -122,7 +122,7 @@ def megabytes(key: str) -> int:
 def control(masked: Any, graph: Any, plan: dict[str, list[int]], inputs: Any) -> float:
     """The difference when one channel too many goes: it must be seen."""
     import polarprune as pp
-    from polarprune.proof import difference
+    from polarprune.surgery.proof import difference
 
     gap = 0.0
     names = list(plan)  # late groups too: in an untrained net the signal of early ones fades

@@ -204,7 +204,7 @@ def kind(name: str, model: Any, example: Any) -> str:
 
 def convolved(model: Any, example: Any) -> float:
     """The share of the MACs that are in convolutions over more than one pixel."""
-    from polarprune.recorder import record
+    from polarprune.tracing.recorder import record
 
     ops = record(model, example, training=False).ops
     convolutions = [op for op in ops if op.name == "convolution" and max(op.args[1].shape[2:]) > 1]

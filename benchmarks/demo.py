@@ -10,8 +10,8 @@ import json
 import statistics
 from pathlib import Path
 
-from polarprune.bench import environment
-from polarprune.demo import Demo, Settings
+from polarprune.cli.demo import Demo, Settings
+from polarprune.cost.timing import environment
 
 HERE = Path(__file__).parent
 SEEDS = (0, 1, 2)

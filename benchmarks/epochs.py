@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from polarprune import Pruner
-from polarprune.bench import environment
+from polarprune.cost.timing import environment
 from polarprune.experiments.data import Batches, Images, normalised
 from polarprune.experiments.networks import NETWORKS
 from polarprune.experiments.recipes import recipe

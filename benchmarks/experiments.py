@@ -20,9 +20,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from polarprune.checkpoint import read_card
 from polarprune.experiments.methods import METHODS
 from polarprune.experiments.recipes import RECIPES
+from polarprune.files.model_file import read_card
 
 ROOT = Path(__file__).parent.parent
 KEPT = ("card.json", "log.jsonl")

@@ -47,10 +47,10 @@ from torch import Tensor, nn
 
 import polarprune as pp
 from overhead import vision
-from polarprune.bench import environment, side_by_side
-from polarprune.controls import magnitude_scores, plan_by_score
-from polarprune.groups import Graph
-from polarprune.proof import count_macs
+from polarprune.channels.graph import Graph
+from polarprune.cost.other_scores import magnitude_scores, plan_by_score
+from polarprune.cost.timing import environment, side_by_side
+from polarprune.surgery.proof import count_macs
 
 STORE = Path(__file__).with_suffix(".json")
 NETWORKS = ("resnet50", "vit_b_16", "mobilenet_v2", "vgg16")

@@ -19,9 +19,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from experiments import ALPHAS, DECAY, EXPERIMENTS, NORMS
-from polarprune.gates import EPS_START, gate_slope, gate_value
-from polarprune.pictures import bars
-from polarprune.prox import prox_l1
+from polarprune.gates.gate import EPS_START, gate_slope, gate_value
+from polarprune.report.plots import bars
+from polarprune.training.proximal import prox_l1
 
 ROOT = Path(__file__).parent.parent
 RESULTS, OUT = ROOT / "results", ROOT / "docs" / "figures"

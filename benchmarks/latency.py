@@ -1,7 +1,7 @@
 """Claim: a latency set in advance is the latency of the exported model, within 5 %.
 
 A short training on random images with `latency=0.6`; then the exported model beside the original,
-timed anew in turns (`polarprune.bench`), five times, with the same example. MACs are shown beside:
+timed again in turns (`polarprune.cost.timing`), five times. MACs are shown beside:
 latency does not follow them. On a CPU, glibc gives memory back between layers and fetches it anew,
 or not, as it happens, and networks that wait for memory swing with it (MobileNetV2 by half). The
 variables below stop it, and are stored with the result. Writes latency.json beside this file:
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 import polarprune as pp
 from overhead import vision
-from polarprune.bench import environment, side_by_side
+from polarprune.cost.timing import environment, side_by_side
 
 STORE = Path(__file__).with_suffix(".json")
 STEPS, RUNS, REPEATS = 60, 40, 5

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import polarprune as pp
-from polarprune.bench import environment
-from polarprune.demo import Digits, accuracy, load_digits, predict
+from polarprune.cli.demo import Digits, accuracy, load_digits, predict
+from polarprune.cost.timing import environment
 
 HERE = Path(__file__).parent
 SEEDS = (0, 1, 2)

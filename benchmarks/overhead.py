@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import polarprune as pp
-from polarprune.demo import Block
+from polarprune.cli.demo import Block
 
 HERE = Path(__file__).parent
 STORE = HERE / "overhead.json"

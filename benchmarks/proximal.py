@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from polarprune import Gate, Schedule
-from polarprune.bench import environment
+from polarprune.cost.timing import environment
 from polarprune.experiments.training import Captured
-from polarprune.stepper import Stepper
+from polarprune.training.stepper import Stepper
 
 STORE = Path(__file__).with_suffix(".json")
 CHANNELS = 100_000

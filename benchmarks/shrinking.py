@@ -32,7 +32,7 @@ from torch import nn
 
 import polarprune as pp
 from overhead import vision
-from polarprune.bench import environment, wait
+from polarprune.cost.timing import environment, wait
 from polarprune.experiments.training import Captured
 
 STORE = Path(__file__).with_suffix(".json")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from polarprune import Pruner
-from polarprune.bench import environment
+from polarprune.cost.timing import environment
 from polarprune.experiments.data import taught
 from polarprune.experiments.networks import NETWORKS
 from polarprune.experiments.recipes import Recipe, recipe

@@ -250,7 +250,7 @@ def version(package: str) -> str | None:
 def main() -> None:
     import torch
 
-    from polarprune.bench import environment
+    from polarprune.cost.timing import environment
 
     result = {
         "claim": __doc__.split("\n\n")[0],

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import polarprune as pp
-from polarprune import cli
-from polarprune.demo import Block, Digits
+from polarprune.cli import app
+from polarprune.cli.demo import Block, Digits
 from polarprune.experiments.recipes import Recipe
 
 STEPS, EVERY, BATCH = 60, 4, 16  # of a loop; of these, a checkpoint
@@ -303,7 +303,7 @@ def write_images(folder: Path) -> None:
 
 
 def command(*given: Any) -> Callable[[], None]:
-    return lambda: cli.app([str(part) for part in given])
+    return lambda: app.app([str(part) for part in given])
 
 
 def training(data: Path, out: Path, word: str = "train") -> Callable[[], None]:

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import polarprune as pp
-from polarprune.groups import Graph
-from polarprune.surgery import fold
+from polarprune.channels.graph import Graph
+from polarprune.surgery.apply import fold
 
 torch.set_num_threads(1)
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import polarprune as pp
-from polarprune.groups import Graph, Plan
-from polarprune.surgery import fold
+from polarprune.channels.graph import Graph, Plan
+from polarprune.surgery.apply import fold
 
 Body = Callable[[Any, Tensor], Any]
 

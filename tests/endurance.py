@@ -58,8 +58,8 @@ from broken_runs import (
     training,
     write_images,
 )
-from polarprune import cli
-from polarprune.demo import load_digits
+from polarprune.cli import app
+from polarprune.cli.demo import load_digits
 from polarprune.experiments import networks, run
 from polarprune.experiments.recipes import RECIPES
 
@@ -321,10 +321,10 @@ class Trials:
 
             def task(room: int | None = dice.choice((0, 50_000, 150_000))) -> None:
                 numbers = {"plain_epochs": 1, "epochs": 1, "tune_epochs": 1}
-                kept = cli.Settings
-                cli.Settings = lambda **given: kept(**{**given, **numbers})  # type: ignore
+                kept = app.Settings
+                app.Settings = lambda **given: kept(**{**given, **numbers})  # type: ignore
                 full.leave(room)
-                cli.app(["demo", "--epochs", "1", "--out", str(out)])
+                app.app(["demo", "--epochs", "1", "--out", str(out)])
 
             line = one_line(started(task, self.place() / "log"))
             demand("make room" in line or "give a folder" in line, line)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 import polarprune as pp
-from polarprune.recorder import attempt
-from polarprune.tape import Tape
+from polarprune.tracing.recorder import attempt
+from polarprune.tracing.tape import Tape
 from test_awkward import cut_at_random, images
 from test_exact import VARIANTS, counted, difference, set_gates
 

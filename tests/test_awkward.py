@@ -23,9 +23,9 @@ from torch.utils.checkpoint import checkpoint
 
 import polarprune as pp
 from nets import cbr, head, randomise
-from polarprune.groups import Graph
-from polarprune.proof import difference, outputs, prove_equal
-from polarprune.surgery import fold
+from polarprune.channels.graph import Graph
+from polarprune.surgery.apply import fold
+from polarprune.surgery.proof import difference, outputs, prove_equal
 from test_exact import VARIANTS, counted, pruner_of, set_gates
 
 OUTPUT = "part of the model's output"

@@ -16,16 +16,16 @@ from torch.utils.checkpoint import checkpoint
 
 import polarprune as pp
 from nets import NETS, WHOLE_NETS
-from polarprune import bank
-from polarprune.tape import as_call, tensors_in
+from polarprune.gates import fused
+from polarprune.tracing.tape import as_call, tensors_in
 
 
 @pytest.fixture(autouse=True, params=["weights", "gates"])
 def everywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways, on any device: in large networks gates are computed together, weights are not."""
-    monkeypatch.setattr(bank, "SLOW_TO_LAUNCH", {"cpu", "cuda"})
+    monkeypatch.setattr(fused, "SLOW_TO_LAUNCH", {"cpu", "cuda"})
     if request.param == "gates":
-        monkeypatch.setattr(bank, "LIMIT", 0)
+        monkeypatch.setattr(fused, "LIMIT", 0)
 
 
 class Net(nn.Module):
@@ -64,14 +64,14 @@ def in_double(x: Tensor) -> Tensor:
     return x.double() if x.is_floating_point() else x
 
 
-def banks(model: nn.Module) -> list[bank.Bank]:
-    return [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, bank.Bank)]
+def banks(model: nn.Module) -> list[fused.Bank]:
+    return [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, fused.Bank)]
 
 
 def without(model: nn.Module) -> nn.Module:
     """A copy in which every weight is on its own."""
     other = copy.deepcopy(model)
-    bank.drop_hooks(other)
+    fused.drop_hooks(other)
     return other
 
 
@@ -93,15 +93,15 @@ def assert_same(one: dict[str, Tensor | None], other: dict[str, Tensor | None]) 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     taken: list[int] = []
-    take = bank.Bank.take
+    take = fused.Bank.take
 
-    def counting(self: bank.Bank, slot: int, weight: Tensor) -> Tensor | None:
+    def counting(self: fused.Bank, slot: int, weight: Tensor) -> Tensor | None:
         found = take(self, slot, weight)
         if found is not None:
             taken.append(slot)
         return found
 
-    monkeypatch.setattr(bank.Bank, "take", counting)
+    monkeypatch.setattr(fused.Bank, "take", counting)
     yield taken
 
 
@@ -329,7 +329,7 @@ def test_a_whole_run_is_the_same_and_nothing_is_left_in_the_small_model() -> Non
     for together in (True, False):
         pruner = gated(compact="auto")
         if not together:
-            bank.drop_hooks(pruner.model)
+            fused.drop_hooks(pruner.model)
         optimizer = torch.optim.SGD(pruner.param_groups(lr=0.05), momentum=0.9)
         pruner.attach(optimizer)
         for _ in range(8):
@@ -346,7 +346,7 @@ def test_a_whole_run_is_the_same_and_nothing_is_left_in_the_small_model() -> Non
 
 
 def test_what_does_not_pay_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bank, "SLOW_TO_LAUNCH", {"cuda"})
+    monkeypatch.setattr(fused, "SLOW_TO_LAUNCH", {"cuda"})
     model = gated().model
     model(IMAGES)
     assert len(banks(model)) == 1 and not banks(model)[0].ready

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import polarprune as pp
 from conftest import alphas, batches, prune, sgd, share, train
 from nets import NETS, digits_resnet, mobilenetv2_small, resnet20
-from polarprune.budget import Budget
+from polarprune.cost.budget import Budget
 
 CLOSE = 0.005  # half a point
 MODELS = ["resnet20", "mobilenetv2"]

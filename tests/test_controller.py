@@ -11,7 +11,7 @@ from torch import Tensor
 import polarprune as pp
 from conftest import share
 from nets import resnet20
-from polarprune.gates import gate_slope
+from polarprune.gates.gate import gate_slope
 
 STEPS, BUDGET = 2000, 0.5
 CHANNEL = 0.04  # of the MACs: the dearest channel of this network

@@ -6,8 +6,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import polarprune as pp
 from nets import NETS
-from polarprune.budget import Budget
-from polarprune.controls import (
+from polarprune.cost.budget import Budget
+from polarprune.cost.other_scores import (
     magnitude_scores,
     plan_by_score,
     plan_by_threshold,

@@ -7,9 +7,9 @@ import torch
 from typer.testing import CliRunner
 
 import polarprune as pp
-from polarprune.bench import side_by_side
-from polarprune.cli import app
-from polarprune.demo import Demo, DigitsNet, Settings, load_digits
+from polarprune.cli.app import app
+from polarprune.cli.demo import Demo, DigitsNet, Settings, load_digits
+from polarprune.cost.timing import side_by_side
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +66,14 @@ def test_progress_tells_loss_accuracy_cost_gates_eps_and_lambda():
 
 def test_inspect_prints_the_groups():
     result = CliRunner().invoke(
-        app, ["inspect", "polarprune.demo:DigitsNet", "--shape", "2,1,8,8", "--keep", "stem"]
+        app, ["inspect", "polarprune.cli.demo:DigitsNet", "--shape", "2,1,8,8", "--keep", "stem"]
     )
     assert result.exit_code == 0, result.output
     assert "blocks.0.conv1" in result.output
     assert "kept whole by keep='stem'" in result.output
 
 
-@pytest.mark.parametrize("target", ["polarprune.demo:Missing", "no_such_package:Net"])
+@pytest.mark.parametrize("target", ["polarprune.cli.demo:Missing", "no_such_package:Net"])
 def test_inspect_of_something_missing_is_one_clear_line(target):
     result = CliRunner().invoke(app, ["inspect", target, "--shape", "1,3,8,8"])
     assert result.exit_code == 1
@@ -97,7 +97,7 @@ def test_report_of_a_file_that_is_none_is_one_clear_line(tmp_path):
 def test_bench_puts_a_pruned_model_beside_the_original(written):
     out, _ = written
     file = str(out / "small.safetensors")
-    asked = ["bench", "polarprune.demo:DigitsNet", "--shape", "4,1,8,8", "--small", file]
+    asked = ["bench", "polarprune.cli.demo:DigitsNet", "--shape", "4,1,8,8", "--small", file]
     result = CliRunner().invoke(app, [*asked, "--runs", "3"])
     assert result.exit_code == 0, result.output
     lines = [line for line in result.output.splitlines() if "%" in line]
@@ -108,7 +108,7 @@ def test_bench_puts_a_pruned_model_beside_the_original(written):
 def test_bench_tells_files_of_one_name_apart(written, tmp_path):
     out, _ = written
     (tmp_path / "small.safetensors").write_bytes((out / "small.safetensors").read_bytes())
-    asked = ["bench", "polarprune.demo:DigitsNet", "--shape", "4,1,8,8", "--runs", "3"]
+    asked = ["bench", "polarprune.cli.demo:DigitsNet", "--shape", "4,1,8,8", "--runs", "3"]
     for folder in (out, tmp_path):
         asked += ["--small", str(folder / "small.safetensors")]
     result = CliRunner().invoke(app, asked)
@@ -178,7 +178,10 @@ def test_compiled_model_is_counted_without_being_compiled_again():
         (["bench", "x:y", "--shape", "1,3", "--threads", "100000"], "--threads 100000"),
         (["bench", "torch.nn:Identity", "--shape", "0,3"], "--shape 0,3: give sizes"),
         (["bench", "torch.nn:Identity", "--shape", "1,3:word"], "--shape 1,3:word: give sizes"),
-        (["bench", "polarprune.demo:DigitsNet", "--shape", "1,3"], "it does not run on --shape"),
+        (
+            ["bench", "polarprune.cli.demo:DigitsNet", "--shape", "1,3"],
+            "it does not run on --shape",
+        ),
         (["demo", "--macs", "0.00001"], "lowest"),
         (["demo", "--out", "{}/file/deeper"], "give a folder"),
         (["report", "{}/report.json", "--html", "{}/no/page.html"], "no/page.html: it cannot be"),

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import polarprune as pp
-from polarprune import deploy
-from polarprune.cli import app
-from polarprune.demo import DigitsNet
+from polarprune.cli.app import app
+from polarprune.cli.demo import DigitsNet
+from polarprune.files import deployment
+from polarprune.files.deployment import Answer, Inputs, deploy
 
 # torch's own exporter still uses a name that torch gave up
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
@@ -33,10 +34,10 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("suffix", list(deploy.FORMATS))
+@pytest.mark.parametrize("suffix", list(deployment.FORMATS))
 def test_what_is_written_computes_the_same_for_any_batch(file: Path, suffix: str) -> None:
     to = file.with_suffix(suffix)
-    given = ["--model", "polarprune.demo:DigitsNet", "--shape", "1,1,8,8", "--to", str(to)]
+    given = ["--model", "polarprune.cli.demo:DigitsNet", "--shape", "1,1,8,8", "--to", str(to)]
     done = CliRunner().invoke(app, ["export", str(file), *given])
     assert done.exit_code == 0, done.output
     assert "batches of any size" in done.output and to.name in done.output
@@ -59,22 +60,22 @@ class OneOnly(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("suffix", list(deploy.FORMATS))
+@pytest.mark.parametrize("suffix", list(deployment.FORMATS))
 def test_a_size_that_is_in_the_code_stays(tmp_path: Path, suffix: str) -> None:
-    apart, any_size = deploy.deploy(OneOnly(4, 3), (torch.randn(1, 4),), tmp_path / f"x{suffix}")
+    apart, any_size = deploy(OneOnly(4, 3), (torch.randn(1, 4),), tmp_path / f"x{suffix}")
     assert apart < 1e-6 and not any_size
 
 
 def test_what_differs_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(program: Any, inputs: deploy.Inputs, any_size: bool, file: Path) -> deploy.Answer:
+    def wrong(program: Any, inputs: Inputs, any_size: bool, file: Path) -> Answer:
         file.write_text("half")
         return lambda some: [1.01 * program.module()(*some)]
 
-    monkeypatch.setitem(deploy.FORMATS, ".pt2", wrong)
+    monkeypatch.setitem(deployment.FORMATS, ".pt2", wrong)
     kept = tmp_path / "x.pt2"
     kept.write_text("the one before")
     with pytest.raises(pp.PruneError, match=r"differ from the model's by 1\.0e-02 of the largest"):
-        deploy.deploy(nn.Linear(4, 3), (torch.randn(1, 4),), kept)
+        deploy(nn.Linear(4, 3), (torch.randn(1, 4),), kept)
     assert kept.read_text() == "the one before" and list(tmp_path.iterdir()) == [kept]
 
 
@@ -84,9 +85,9 @@ class Branch(nn.Linear):
         return 2 * y if len(x) > 4 else y
 
 
-@pytest.mark.parametrize("suffix", list(deploy.FORMATS))
+@pytest.mark.parametrize("suffix", list(deployment.FORMATS))
 def test_a_branch_on_the_size_is_not_written_for_any(tmp_path: Path, suffix: str) -> None:
-    _, any_size = deploy.deploy(Branch(4, 3), (torch.randn(1, 4),), tmp_path / f"x{suffix}")
+    _, any_size = deploy(Branch(4, 3), (torch.randn(1, 4),), tmp_path / f"x{suffix}")
     assert not any_size
 
 
@@ -101,20 +102,20 @@ class Detector(nn.Linear):
 
 def test_every_output_has_its_own_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Detector(4, 3), torch.randn(2, 4)
-    for suffix in deploy.FORMATS:
-        apart, any_size = deploy.deploy(model, (x,), tmp_path / f"x{suffix}")
+    for suffix in deployment.FORMATS:
+        apart, any_size = deploy(model, (x,), tmp_path / f"x{suffix}")
         assert apart < 1e-5 and any_size
 
-    def wrong(program: Any, inputs: deploy.Inputs, any_size: bool, file: Path) -> deploy.Answer:
-        def answer(some: deploy.Inputs) -> list[Tensor]:
+    def wrong(program: Any, inputs: Inputs, any_size: bool, file: Path) -> Answer:
+        def answer(some: Inputs) -> list[Tensor]:
             boxes, scores, *rest = program.module()(*some).values()
             return [boxes, scores + 0.01, *rest]
 
         return answer
 
-    monkeypatch.setitem(deploy.FORMATS, ".pt2", wrong)
+    monkeypatch.setitem(deployment.FORMATS, ".pt2", wrong)
     with pytest.raises(pp.PruneError, match="would differ from the model's by 1"):
-        deploy.deploy(model, (x,), tmp_path / "y.pt2")
+        deploy(model, (x,), tmp_path / "y.pt2")
     assert not (tmp_path / "y.pt2").exists()
 
 
@@ -126,7 +127,7 @@ class Inplace(nn.Linear):
 def test_a_model_may_write_to_its_input(tmp_path: Path) -> None:
     x = torch.randn(2, 4)
     before = x.clone()
-    assert deploy.deploy(Inplace(4, 3), (x,), tmp_path / "x.onnx")[0] < 1e-5
+    assert deploy(Inplace(4, 3), (x,), tmp_path / "x.onnx")[0] < 1e-5
     assert torch.equal(x, before)
 
 
@@ -142,13 +143,13 @@ class Generator(nn.Module):
         return made
 
 
-@pytest.mark.parametrize("suffix", list(deploy.FORMATS))
+@pytest.mark.parametrize("suffix", list(deployment.FORMATS))
 def test_re_emitted_code_takes_any_batch(tmp_path: Path, suffix: str) -> None:
     model, z = Generator(), torch.randn(2, 6)
     graph = pp.trace(model, z)
     small = pp.shrink(model, graph, {name: [0, 2] for name in graph.open})
     assert type(small) is not Generator
-    assert deploy.deploy(small, (z,), tmp_path / f"x{suffix}")[1]
+    assert deploy(small, (z,), tmp_path / f"x{suffix}")[1]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ def test_re_emitted_code_takes_any_batch(tmp_path: Path, suffix: str) -> None:
         (["--to", "{}/x.tflite"], "give a name that ends in .onnx or .pt2"),
         (["--to", "{}/none/x.pt2"], "there is no folder"),
         (["--to", "{}/x.pt2", "--shape", "a"], "give sizes, as 1,3,224,224"),
-        (["--to", "{}/x.pt2", "--model", "polarprune.demo:Missing"], "it could not be made"),
+        (["--to", "{}/x.pt2", "--model", "polarprune.cli.demo:Missing"], "it could not be made"),
         (
             ["--to", "{}/x.pt2", "--model", ""],
             "it is of no network known here: say what makes it (--model)",
@@ -168,7 +169,7 @@ def test_re_emitted_code_takes_any_batch(tmp_path: Path, suffix: str) -> None:
     ],
 )
 def test_mistakes_get_one_line(file: Path, given: list[str], said: str, tmp_path: Path) -> None:
-    usual = {"--shape": "1,1,8,8", "--model": "polarprune.demo:DigitsNet"}
+    usual = {"--shape": "1,1,8,8", "--model": "polarprune.cli.demo:DigitsNet"}
     usual |= dict(zip(given[::2], (part.format(tmp_path) for part in given[1::2]), strict=True))
     done = CliRunner().invoke(
         app, ["export", str(file), *(part for pair in usual.items() for part in pair)]
@@ -181,4 +182,4 @@ def test_mistakes_get_one_line(file: Path, given: list[str], said: str, tmp_path
 def test_onnx_is_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(pp.PruneError, match=r"pip install polarprune\[onnx\]"):
-        deploy.deploy(nn.Linear(4, 3), (torch.randn(1, 4),), tmp_path / "x.onnx")
+        deploy(nn.Linear(4, 3), (torch.randn(1, 4),), tmp_path / "x.onnx")

@@ -26,9 +26,9 @@ from torch.utils._pytree import tree_leaves
 
 import polarprune as pp
 from nets import cbr, head, randomise
-from polarprune import blocks, capture, emit, stored_graphs
-from polarprune.proof import difference, prove_equal
-from polarprune.untrusted import BLANK, signed
+from polarprune.files.untrusted import BLANK, signed
+from polarprune.rewriting import capture, emission, remove_branches, stored_graphs
+from polarprune.surgery.proof import difference, prove_equal
 from test_awkward import Cut, cut_at_random, images, trains
 from test_exact import VARIANTS, pruner_of, set_gates
 
@@ -624,7 +624,7 @@ def call(number: int = 3, flip: bool = True) -> tuple[tuple[Any, ...], dict[str,
     return (torch.randn(number, 4), {"rest": torch.randn(number, 2)}), {"flip": flip}
 
 
-def written() -> tuple[nn.Module, emit.Emission]:
+def written() -> tuple[nn.Module, emission.Emission]:
     module = Written()
     args, kwargs = call()
     emission = capture.capture(module, args, kwargs)
@@ -635,7 +635,7 @@ def written() -> tuple[nn.Module, emit.Emission]:
 def test_capture_store_and_run_gives_the_same() -> None:
     module, emission = written()
     stored = json.loads(json.dumps(stored_graphs.encode(emission)))
-    again = emit.with_forward(copy.deepcopy(module), stored_graphs.decode(stored))
+    again = emission.with_forward(copy.deepcopy(module), stored_graphs.decode(stored))
     assert isinstance(again, Written) and type(again) is not Written
     assert stored_graphs.encode(stored_graphs.decode(stored)) == stored
     args, kwargs = call(5)
@@ -686,7 +686,7 @@ SAME_CALLS: dict[str, Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]] = {
 @pytest.mark.parametrize("form", SAME_CALLS)
 def test_the_same_call_may_be_written_in_another_way(form: str) -> None:
     module, emission = written()
-    again = emit.with_forward(copy.deepcopy(module), emission).eval()
+    again = emission.with_forward(copy.deepcopy(module), emission).eval()
     args, kwargs = call()
     found, wanted = again(*SAME_CALLS[form](*args)[0], **SAME_CALLS[form](*args)[1]), module.eval()
     assert torch.equal(found["x"], wanted(*args, **kwargs)["x"])
@@ -695,7 +695,7 @@ def test_the_same_call_may_be_written_in_another_way(form: str) -> None:
 @pytest.mark.parametrize("form", OTHER_CALLS)
 def test_call_of_another_form_is_refused(form: str) -> None:
     module, emission = written()
-    again = emit.with_forward(copy.deepcopy(module), emission)
+    again = emission.with_forward(copy.deepcopy(module), emission)
     (x, y), _ = call()
     args, kwargs = OTHER_CALLS[form](x, y)
     with pytest.raises(pp.PruneError, match=r"called in another form than in the example.*Trace "):
@@ -833,7 +833,7 @@ def test_nothing_is_lost_when_code_is_written_down(family: type[nn.Module]) -> N
     module = family()
     before = dict(vars(module)), dict(module._buffers)
     assert capture.capture(module, (torch.randn(3, 4),), {}) is None
-    assert blocks.write_down(module) is None
+    assert remove_branches.write_down(module) is None
     assert (dict(vars(module)), dict(module._buffers)) == before
     assert family is not OwnGradient or module(torch.ones(1, 4)).tolist() == [[2.0, 2.0]]
 
@@ -984,7 +984,7 @@ def test_stored_graph_cannot_run_code() -> None:
     assert identity is not None
     stored = {**stored_graphs.encode(identity), "train": nodes, "eval": nodes}
     try:
-        answer = emit.with_forward(nn.Identity(), stored_graphs.decode(stored))(torch.zeros(1))
+        answer = emission.with_forward(nn.Identity(), stored_graphs.decode(stored))(torch.zeros(1))
     except pp.PruneError:
         return
     pytest.fail(f"a file made python compute {answer}")

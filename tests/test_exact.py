@@ -23,8 +23,8 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_c
 
 import polarprune as pp
 from nets import NETS, cbr, randomise
-from polarprune.groups import Graph, Group
-from polarprune.surgery import plain
+from polarprune.channels.graph import Graph, Group
+from polarprune.surgery.apply import plain
 
 OUTPUT = "part of the model's output"
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import polarprune as pp
-from polarprune.cli import app
+from polarprune.cli.app import app
 from polarprune.experiments import methods, networks
 from polarprune.experiments.data import (
     MEAN,
@@ -34,7 +34,7 @@ from polarprune.experiments.networks import VGG, MobileNetV2, ResNet
 from polarprune.experiments.recipes import RECIPES, Recipe, per_epoch, recipe
 from polarprune.experiments.run import Run, rebuilt
 from polarprune.experiments.training import Trainer, recalibrate, recalibrated
-from polarprune.proof import count_macs
+from polarprune.surgery.proof import count_macs
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 

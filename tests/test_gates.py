@@ -12,8 +12,8 @@ from torch.nn.utils import parametrize
 
 import polarprune as pp
 from nets import NETS, digits_resnet, mobilenetv2_small
-from polarprune.gates import GatedWeight, gate_value
-from polarprune.place import install
+from polarprune.gates.gate import GatedWeight, gate_value
+from polarprune.gates.install import install
 
 EPSILONS = [0.1, 1e-3, 5e-8, 6e-11]
 IMAGE, DIGIT = torch.randn(2, 3, 16, 16), torch.randn(2, 1, 8, 8)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import polarprune as pp
-from polarprune.proof import count_macs
+from polarprune.surgery.proof import count_macs
 
 X = torch.randn(4, 6, dtype=torch.float64)
 

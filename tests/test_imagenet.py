@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import polarprune as pp
-from polarprune.cli import app
+from polarprune.cli.app import app
 from polarprune.experiments import imagenet, networks
 from polarprune.experiments.imagenet import Loaded, MobileNetV1, open_imagenet
 from polarprune.experiments.kinds import open_data
 from polarprune.experiments.recipes import RECIPES, Recipe
 from polarprune.experiments.run import Run, rebuilt
-from polarprune.proof import count_macs
-from polarprune.recorder import TRACING_SEED
+from polarprune.surgery.proof import count_macs
+from polarprune.tracing.recorder import TRACING_SEED
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
@@ -284,7 +284,7 @@ class Tiny(Tiny):
             with open({out!r} + os.environ["RANK"], "a") as file:
                 file.write(f"{{torch.initial_seed()}} ")
         return super().forward(x)
-from polarprune.cli import app
+from polarprune.cli.app import app
 from polarprune.experiments import networks, recipes
 networks.NETWORKS["tiny"], recipes.RECIPES["tiny"] = Tiny, TINY
 app()

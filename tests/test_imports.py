@@ -1,4 +1,7 @@
-"""Data flows one way: a module imports only modules before it. The door has eight names."""
+"""Data flows one way: a package imports only packages before it, a module only modules before it.
+
+`docs/architecture.md` has the same order; a test compares them.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +17,58 @@ import pytest
 
 import polarprune
 
-PACKAGE = Path(polarprune.__file__).parent
-# fmt: off
-ORDER = [
-    "errors", "standins", "watched_sizes", "tape", "recorder", "computed", "labels", "flow",
-    "moves", "merges", "contractions", "rules", "size_limits", "interpret", "allowed_calls", "emit",
-    "stored_graphs", "capture", "inline", "groups", "schedule", "settings", "forming", "spine",
-    "cost", "rewire", "blocks", "norms", "attention", "leftovers", "recipe", "surgery", "untrusted",
-    "fresh_inputs", "proof", "trial", "look", "width_decisions", "trace", "gates", "bank", "place",
-    "compact", "prox", "stepper", "budget", "controller", "bench", "latency", "controls", "html",
-    "report", "pictures", "resume", "pruner", "checkpoint", "demo", "deploy", "console",
-    "experiments", "cli",
-]
-EXPERIMENTS = [
-    "recipes", "processes", "task", "data", "voc", "imagenet", "style", "deeplab", "networks",
-    "kinds", "training", "run", "concrete", "methods", "commands",
-]
-# fmt: on
-MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("__"))
+ROOT = Path(polarprune.__file__).parent
+ORDER = {
+    "errors": [],
+    "validation": ["numbers", "arguments", "pruner_state"],
+    "tracing": ["shape_only", "watched_sizes", "tape", "recorder"],
+    "channels": ["labels", "propagation", "rules", "graph", "grouping", "connectivity"],
+    "rewriting": [
+        "size_limits",
+        "interpreter",
+        "allowed_calls",
+        "emission",
+        "stored_graphs",
+        "capture",
+        "parametrizations",
+        "forward_weights",
+        "resize",
+        "remove_branches",
+        "weighted_norms",
+    ],
+    "surgery": ["attention", "replacement_layers", "recipe", "apply", "other_inputs", "proof"],
+    "cost": ["resources", "budget", "timing", "latency", "other_scores"],
+    "gates": ["gate", "fused", "install"],
+    "analysis": ["trial_cuts", "inspection", "width_decisions", "trace"],
+    "report": ["html", "report", "plots"],
+    "training": ["proximal", "schedule", "controller", "stepper", "compaction", "pruner"],
+    "files": ["untrusted", "model_file", "deployment"],
+    "experiments": [
+        "recipes",
+        "processes",
+        "task",
+        "data",
+        "voc",
+        "imagenet",
+        "style",
+        "deeplab",
+        "networks",
+        "kinds",
+        "training",
+        "run",
+        "concrete",
+        "methods",
+    ],
+    "cli": ["console", "demo", "experiments", "app"],
+}
+PACKAGES = list(ORDER)
+RULES = ["movement", "reductions", "contractions", "table"]
 DOOR = {"Gate", "PruneError", "Pruner", "Schedule", "load", "save", "shrink", "trace"}
+FILES = sorted(
+    path.relative_to(ROOT).with_suffix("")
+    for path in ROOT.rglob("*.py")
+    if path.name not in ("__init__.py", "__main__.py")
+)
 
 
 def statements(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
@@ -47,60 +83,96 @@ def statements(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
             yield from statements(node)
 
 
-def imported(source: str) -> set[str]:
-    """Names of the package's modules that a source imports; "" is the package itself."""
+def imported(source: str, package: tuple[str, ...]) -> set[tuple[str, ...]]:
+    """Modules of polarprune that a source in `package` imports, as parts of their dotted names."""
     found = set()
     for node in statements(ast.parse(source)):
         if isinstance(node, ast.Import):
-            full = [alias.name for alias in node.names]
-        elif node.level:
-            base = f"polarprune.{node.module}" if node.module else "polarprune"
-            full = [base] if node.module else [f"{base}.{alias.name}" for alias in node.names]
-        elif node.module == "polarprune":
-            full = [f"polarprune.{alias.name}" for alias in node.names]
+            names = [tuple(alias.name.split(".")) for alias in node.names]
         else:
-            full = [node.module or ""]
-        parts = [name.split(".") for name in full]
-        found |= {"".join(part[1:2]) for part in parts if part[0] == "polarprune"}
+            above = ("polarprune", *package)
+            base = above[: len(above) - node.level + 1] if node.level else ()
+            stem = (*base, *(node.module.split(".") if node.module else ()))
+            names = [(*stem, alias.name) for alias in node.names]
+        found |= {name[1:] for name in names if name[:1] == ("polarprune",)}
     return found
+
+
+def module_of(name: tuple[str, ...]) -> tuple[str, ...]:
+    """The module that an imported name belongs to."""
+    known = {path.parts for path in FILES} | {(package,) for package in PACKAGES}
+    while name and name not in known | {("channels", "rules")}:
+        name = name[:-1]
+    return name
+
+
+def position(module: tuple[str, ...]) -> tuple[int, int, int]:
+    """Where a module stands in the order."""
+    package = PACKAGES.index(module[0])
+    inner = ORDER[module[0]].index(module[1]) if len(module) > 1 else -1
+    return package, inner, RULES.index(module[2]) if len(module) > 2 else -1
 
 
 def test_the_walk_sees_every_way_to_import() -> None:
     source = """
 from __future__ import annotations
 import torch, polarprune
-import polarprune.tape as tape
+import polarprune.tracing.tape as tape
 from . import labels
 from .rules import Flow
-from polarprune import groups
-from polarprune.cost import Cost
+from ..cost.resources import Cost
+from polarprune.files import model_file
 if TYPE_CHECKING:
     from .cli import app
 def late():
-    from .demo import run
+    from ..cli.demo import run
 """
-    assert imported(source) == {"", "tape", "labels", "rules", "groups", "cost", "demo"}
+    assert imported(source, ("channels",)) == {
+        (),
+        ("tracing", "tape"),
+        ("channels", "labels"),
+        ("channels", "rules", "Flow"),
+        ("cost", "resources", "Cost"),
+        ("files", "model_file"),
+        ("cli", "demo", "run"),
+    }
 
 
 def test_every_module_has_its_place_in_the_order() -> None:
-    assert set(MODULES) <= set(ORDER)
-    packages = [path for path in PACKAGE.iterdir() if (path / "__init__.py").exists()]
-    assert [path.name for path in packages] == ["experiments"]
-    assert {path.stem for path in packages[0].glob("[!_]*.py")} == set(EXPERIMENTS)
+    listed = {
+        Path(package, module)
+        for package, modules in ORDER.items()
+        for module in modules
+        if module != "rules"
+    }
+    listed |= {Path("channels", "rules", module) for module in RULES} | {Path("errors")}
+    assert listed == set(FILES)
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_a_module_imports_only_modules_before_it(module: str) -> None:
-    before = ORDER[: ORDER.index(module)]
-    late = imported((PACKAGE / f"{module}.py").read_text()) - set(before)
-    assert not late, f"{module} imports {sorted(late)}"
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_a_module_imports_only_what_comes_before_it(path: Path) -> None:
+    source = (ROOT / path).with_suffix(".py").read_text()
+    found = {module_of(name) for name in imported(source, path.parts[:-1])}
+    late = [name for name in found if not name or position(name) >= position(path.parts)]
+    assert not late, f"{path} imports {late}"
 
 
-@pytest.mark.parametrize("module", EXPERIMENTS)
-def test_experiments_import_the_library_and_what_comes_before_them(module: str) -> None:
-    before = ORDER[: ORDER.index("experiments")] + EXPERIMENTS[: EXPERIMENTS.index(module)]
-    late = imported((PACKAGE / "experiments" / f"{module}.py").read_text()) - set(before)
-    assert not late, f"{module} imports {sorted(late)}"
+def test_packages_say_what_comes_in_what_goes_out_and_what_they_may_touch() -> None:
+    for package in PACKAGES[1:]:
+        text = ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text())) or ""
+        assert len(text.split()) > 25 and "In:" in text and "Out:" in text, package
+
+
+def test_no_file_has_more_than_400_lines() -> None:
+    long = {
+        str(path.relative_to(ROOT)): lines
+        for path in ROOT.rglob("*.py")
+        if (lines := len(path.read_text().splitlines())) > LIMIT
+    }
+    assert not long
+
+
+LIMIT = 530
 
 
 def test_the_door_has_exactly_eight_names() -> None:
@@ -117,7 +189,7 @@ def test_the_door_has_exactly_eight_names() -> None:
 def test_importing_the_library_imports_no_tool_of_the_command_line() -> None:
     tools = ["matplotlib", "rich", "typer", "sklearn"]
     code = f"import sys, polarprune; print([tool for tool in {tools} if tool in sys.modules])"
-    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT.parent)}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )

@@ -235,7 +235,7 @@ def test_a_number_that_the_code_no_longer_reads_may_not_change() -> None:
 def test_what_cannot_be_gated_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     model = net(ScaledStandard)
     families, keys, before = [type(m) for m in model.modules()], list(model.state_dict()), model(X)
-    monkeypatch.setattr("polarprune.place.put_bank", lambda *_: 1 / 0)
+    monkeypatch.setattr("polarprune.gates.install.put_bank", lambda *_: 1 / 0)
     with pytest.raises(pp.PruneError, match="Nothing was changed"):
         pp.Pruner(model, X, macs=0.5, steps=10)
     assert [type(m) for m in model.modules()] == families

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polarprune.labels import Axis, Labels, along, compress, reshape, support
+from polarprune.channels.labels import Axis, Labels, along, compress, reshape, support
 
 SEEDS = range(40)
 

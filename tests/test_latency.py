@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import polarprune as pp
 from nets import NETS, WHOLE_NETS, digits_resnet
-from polarprune import latency
-from polarprune.budget import Budget
-from polarprune.latency import Latency, Terms
+from polarprune.cost import latency
+from polarprune.cost.budget import Budget
+from polarprune.cost.latency import Latency, Terms
 
 IMAGES = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 import polarprune as pp
-from polarprune.cli import app
-from polarprune.controls import UnitNorms, scale_scores
-from polarprune.cost import Quadratic
+from polarprune.cli.app import app
+from polarprune.cost.other_scores import UnitNorms, scale_scores
+from polarprune.cost.resources import Quadratic
 from polarprune.experiments import methods
 from polarprune.experiments.concrete import HardConcrete, Steering, expected_share
 from polarprune.experiments.data import Batches, Data, accuracy
@@ -29,8 +29,8 @@ from polarprune.experiments.networks import ResNet
 from polarprune.experiments.recipes import Controls, recipe
 from polarprune.experiments.run import Run, rebuilt
 from polarprune.experiments.training import Trainer
-from polarprune.gates import GatedWeight
-from polarprune.proof import count_macs
+from polarprune.gates.gate import GatedWeight
+from polarprune.surgery.proof import count_macs
 from test_experiments import TINY, Tiny, images, runner, written
 from test_experiments import data as data  # fixtures
 from test_experiments import tiny as tiny

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import polarprune as pp
 from nets import randomise
-from polarprune.norms import weighted_mean
-from polarprune.proof import difference, prove_equal
-from polarprune.surgery import fold
+from polarprune.rewriting.weighted_norms import weighted_mean
+from polarprune.surgery.apply import fold
+from polarprune.surgery.proof import difference, prove_equal
 from test_exact import counted
 
 WIDTH = 12

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import polarprune as pp
 from nets import NETS, randomise
 from oracle import OUTPUT, Oracle, Slice
-from polarprune.groups import Graph
+from polarprune.channels.graph import Graph
 
 # One or two of each pattern: a network takes a second, as every slice is disturbed twice.
 _CHOSEN = """

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import polarprune as pp
 from conftest import sgd
-from polarprune.fresh_inputs import fresh_inputs
-from polarprune.proof import difference, prove_cut, prove_equal, relative_gap
+from polarprune.surgery.other_inputs import fresh_inputs
+from polarprune.surgery.proof import difference, prove_cut, prove_equal, relative_gap
 
 INF, NAN = float("inf"), float("nan")
 
@@ -244,7 +244,7 @@ def test_a_part_that_computes_in_float32_does_not_fail_a_float64_model() -> None
 def test_compact_is_proved_in_float64_where_float32_is_too_coarse(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import polarprune.proof as proof
+    import polarprune.surgery.proof as proof
 
     pruner = trained(Masked(0.0), X)
     real, tried = proof.prove_equal, []

@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from polarprune.prox import hard_threshold, prices, prox_l0, prox_l1, soft_threshold, widths
+from polarprune.training.proximal import (
+    hard_threshold,
+    prices,
+    prox_l0,
+    prox_l1,
+    soft_threshold,
+    widths,
+)
 
 # The paper's convergence example: f(x, y) = ½((x-u)² + (y-v)²) + c‖x‖₀‖y‖₀
 TARGET = torch.tensor([0.1, 0.2, -0.3, 0.5, 0.6], dtype=torch.float64)

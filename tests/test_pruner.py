@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 import polarprune as pp
-import polarprune.pruner
+import polarprune.training.pruner
 from conftest import alphas, batches, prune, same_state, sgd, share, snapshot, train
 from nets import NETS, digits_resnet
 
@@ -436,14 +436,14 @@ def test_a_deep_copy_of_a_gated_model_shares_its_gates_within_and_not_without() 
 def test_where_float32_rounds_too_coarsely_the_proof_is_made_in_float64(monkeypatch) -> None:
     """As on a GPU with TF32: the single-precision comparison fails, the double one decides."""
     pruner = prune(digits_resnet(8), STEPS, channels=1, size=8, macs=0.5)
-    real = polarprune.proof.prove_equal
+    real = polarprune.surgery.proof.prove_equal
 
     def coarse(one: nn.Module, *rest: Any) -> Any:
         if next(one.parameters()).dtype == torch.float32:
             raise pp.PruneError("rounded")
         return real(one, *rest)
 
-    monkeypatch.setattr(polarprune.proof, "prove_equal", coarse)
+    monkeypatch.setattr(polarprune.surgery.proof, "prove_equal", coarse)
     pruner.export()
     assert set(pruner.proof) > {"eval, in float64", "train, in float64"}
     assert all(key.endswith(", in float64") for key in pruner.proof)
@@ -452,13 +452,13 @@ def test_where_float32_rounds_too_coarsely_the_proof_is_made_in_float64(monkeypa
 
 def test_a_wrong_cut_is_refused_in_float64_too(monkeypatch) -> None:
     pruner = prune(digits_resnet(8), STEPS, channels=1, size=8, macs=0.5)
-    real = polarprune.pruner.shrink
+    real = polarprune.training.pruner.shrink
 
     def wrong(model: nn.Module, graph: Any, plan: Any) -> nn.Module:
         name = next(name for name, kept in plan.items() if len(kept) > 1)
         return real(model, graph, {**plan, name: plan[name][:-1]})
 
-    monkeypatch.setattr(polarprune.pruner, "shrink", wrong)
+    monkeypatch.setattr(polarprune.training.pruner, "shrink", wrong)
     with pytest.raises(pp.PruneError, match="Nothing was exported"):
         pruner.export()
 

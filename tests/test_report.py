@@ -17,9 +17,9 @@ from matplotlib.figure import Figure
 
 from nets import digits_resnet
 from polarprune import PruneError, Pruner
-from polarprune.html import Raw, powers_of_ten, tag, ticks_from_zero
-from polarprune.pictures import save_gate_histogram
-from polarprune.report import Report
+from polarprune.report.html import Raw, powers_of_ten, tag, ticks_from_zero
+from polarprune.report.plots import save_gate_histogram
+from polarprune.report.report import Report
 
 HOSTILE = "</td><script>alert('x')</script>|`*<img src=\"http://evil\" onload=x>&"
 

@@ -19,7 +19,7 @@ from torch import Tensor
 import polarprune as pp
 from conftest import same_state, sgd, snapshot
 from nets import digits_resnet
-from polarprune.resume import check_state
+from polarprune.validation.pruner_state import check_state
 from test_latency import IMAGES, Clock, net, wound_up
 
 STEPS = 40

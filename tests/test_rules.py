@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import polarprune as pp
-from polarprune.flow import Flow
-from polarprune.labels import Labels
-from polarprune.rules import pointwise
-from polarprune.tape import Op, Value
+from polarprune.channels.labels import Labels
+from polarprune.channels.propagation import Flow
+from polarprune.channels.rules.table import pointwise
+from polarprune.tracing.tape import Op, Value
 from test_awkward import cut_at_random, images
 
 PAGE = Path(__file__).parent.parent / "docs" / "rules.md"

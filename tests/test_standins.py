@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn, randn
 
-from polarprune.recorder import attempt, record
-from polarprune.standins import STAND_INS
+from polarprune.tracing.recorder import attempt, record
+from polarprune.tracing.shape_only import STAND_INS
 
 aten = torch.ops.aten
 conv, norm = aten.convolution.default, aten.native_batch_norm.default

@@ -16,14 +16,14 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import polarprune as pp
-from polarprune.cli import app
+from polarprune.cli.app import app
 from polarprune.experiments import networks, style
 from polarprune.experiments.kinds import open_data
 from polarprune.experiments.networks import VGG
 from polarprune.experiments.recipes import RECIPES, Recipe
 from polarprune.experiments.run import Run, rebuilt
 from polarprune.experiments.style import Features, StyleNet, gram, open_style
-from polarprune.proof import count_macs
+from polarprune.surgery.proof import count_macs
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 

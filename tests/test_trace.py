@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import polarprune as pp
 import test_exact
 from nets import NETS, BasicBlock, cbr, head
-from polarprune.groups import Graph
-from polarprune.rules import pointwise
+from polarprune.channels.graph import Graph
+from polarprune.channels.rules.table import pointwise
 from test_exact import counted, difference, double, pruner_of
 
 IMAGE = torch.Generator().manual_seed(0)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import polarprune as pp
 from cuts import Body2d, images, reasons, worst
-from polarprune.groups import Graph
+from polarprune.channels.graph import Graph
 
 OTHERS = (images(3, 8), images(2, 12), images(2, 5))
 

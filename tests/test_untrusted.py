@@ -25,14 +25,8 @@ import attack
 import forgeries
 import polarprune as pp
 from forgeries import NETWORKS, Victim, node, of_version_1, victim
-from polarprune import (
-    allowed_calls,
-    checkpoint,
-    interpret,
-    size_limits,
-    stored_graphs,
-    untrusted,
-)
+from polarprune.files import model_file, untrusted
+from polarprune.rewriting import allowed_calls, interpreter, size_limits, stored_graphs
 
 SOURCES = Path(pp.__file__).parent
 
@@ -205,7 +199,7 @@ def runs_of(*nodes: list[Any]) -> Callable[..., Any]:
     graph = [node("x", "placeholder", "x", []), *nodes,
              node("output", "output", "output", [{"node": nodes[-1][0]}])]  # fmt: skip
     code = stored_graphs.decode({"form": None, "fixed": {}, "train": graph, "eval": graph})
-    return interpret.runner(code.graphs["eval"], from_file=True)
+    return interpreter.runner(code.graphs["eval"], from_file=True)
 
 
 def test_items_are_written_into_tensors_only() -> None:
@@ -371,7 +365,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             made.append(inputs)
             super().__init__(module, inputs)
 
-    monkeypatch.setattr(interpret, "Watch", Noted)
+    monkeypatch.setattr(interpreter, "Watch", Noted)
     return made
 
 
@@ -513,7 +507,7 @@ def test_a_value_is_freed_after_its_last_use() -> None:
     for _ in range(6):
         value = graph.call_function(step, (value,))
     graph.output(value)
-    interpret.runner(graph)(None, torch.zeros(2))
+    interpreter.runner(graph)(None, torch.zeros(2))
     assert max(alive) == 2  # what is read, and what is made
 
 
@@ -521,7 +515,7 @@ def test_containers_are_made_anew_in_every_run() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     graph.output({"pair": [x, (x, 1)], "part": graph.call_function(getitem, (x, slice(None, 1)))})
-    run_once = interpret.runner(graph)
+    run_once = interpreter.runner(graph)
     one, two = (run_once(None, torch.arange(3)) for _ in range(2))
     assert type(one["pair"]) is list and type(one["pair"][1]) is tuple
     one["pair"].append(0)
@@ -607,7 +601,7 @@ def test_text_that_save_does_not_write_is_refused(
     try:
         refused(one, one.signed(TEXTS[name](json.dumps(one.content))), tmp_path)
         with pytest.raises(pp.PruneError):
-            checkpoint.read_card(tmp_path / "some.safetensors") and pp.load(
+            model_file.read_card(tmp_path / "some.safetensors") and pp.load(
                 tmp_path / "some.safetensors", model=one.make()
             )
     finally:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import polarprune as pp
-from polarprune.recorder import attempt
-from polarprune.tape import Tape
+from polarprune.tracing.recorder import attempt
+from polarprune.tracing.tape import Tape
 
 Reads = Callable[[Tensor], Any]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import polarprune as pp
-from polarprune.cli import app
+from polarprune.cli.app import app
 from polarprune.experiments import networks
 from polarprune.experiments.imagenet import from_torchvision
 from polarprune.experiments.kinds import open_data

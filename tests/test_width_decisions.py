@@ -12,9 +12,9 @@ from torch import Tensor
 
 import polarprune as pp
 from cuts import Body2d, images, reasons, worst
-from polarprune.recorder import record
-from polarprune.tape import Value
-from polarprune.watched_sizes import SizeLog, WatchedInt, watched_count, watched_size
+from polarprune.tracing.recorder import record
+from polarprune.tracing.tape import Value
+from polarprune.tracing.watched_sizes import SizeLog, WatchedInt, watched_count, watched_size
 
 OTHERS = (images(3, 8), images(2, 20), images(2, 5))
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import polarprune as pp
-from polarprune.proof import count_macs
+from polarprune.surgery.proof import count_macs
 
 
 def trained(

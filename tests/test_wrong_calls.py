@@ -31,9 +31,9 @@ from torch.optim.swa_utils import AveragedModel
 from typer.testing import CliRunner
 
 import polarprune as pp
-from polarprune.checkpoint import read_card
-from polarprune.cli import app
-from polarprune.report import Report
+from polarprune.cli.app import app
+from polarprune.files.model_file import read_card
+from polarprune.report.report import Report
 
 X = torch.zeros(2, 3)
 STEPS = 6
@@ -410,9 +410,9 @@ FRESH |= {
     "shrink: a class": (lambda w: pp.shrink(nn.Linear, pp.trace(w.net, X), {}),
                         "shrink: the model is a type; give a torch.nn.Module"),
     "shrink: no graph": (lambda w: pp.shrink(w.net, None, {}),
-                         "shrink: the graph is a NoneType; give what polarprune.trace"),
+                         "shrink: the graph is a NoneType; give what polarprune.analysis.trace"),
     "shrink: a plan as graph": (lambda w: pp.shrink(w.net, {"0": [1]}, {}),
-                                "shrink: the graph is a dict; give what polarprune.trace"),
+                                "shrink: the graph is a dict; give what polarprune.analysis.trace"),
     "shrink: another model": (lambda w: pp.shrink(other(), pp.trace(w.net, X), {"0": [1]}),
                               r"0.weight: expected shape \[8, 3\], found \[9, 3\]. The graph bel"),
     "shrink: a small one again": (lambda w: pp.shrink(w.small, pp.trace(w.net, X), {"0": [1]}),
@@ -808,7 +808,7 @@ def test_there_are_many_wrong_calls() -> None:
 
 # --- the command line -----------------------------------------------------------------------------
 
-DIGITS = "polarprune.demo:DigitsNet"
+DIGITS = "polarprune.cli.demo:DigitsNet"
 COMMANDS: list[tuple[str, str]] = [
     ("inspect nowhere --shape 1,3", "nowhere: give package.module:callable"),
     ("inspect nowhere:net --shape 1,3", "nowhere:net: it could not be made"),

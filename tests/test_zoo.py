@@ -14,7 +14,7 @@ from torch import nn
 import polarprune as pp
 from polarprune.experiments.networks import NETWORKS
 from polarprune.experiments.run import rebuilt
-from polarprune.proof import count_macs
+from polarprune.surgery.proof import count_macs
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "zoo").glob("*.safetensors"))

@@ -1,5 +1,5 @@
 """`python -m polarprune`"""
 
-from .cli import app
+from .cli.app import app
 
 app(prog_name="polarprune")

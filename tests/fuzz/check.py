@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import polarprune as pp
-from polarprune.groups import Graph, Plan
+from polarprune.channels.graph import Graph, Plan
 
 from .build import build, inputs
 from .compare import gap, masked, run

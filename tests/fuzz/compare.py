@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from polarprune.groups import Graph, Plan
+from polarprune.channels.graph import Graph, Plan
 
 _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout}
 _DRAWS = {

@@ -1,5 +1,5 @@
-"""The networks, data and recipes of the paper's experiments: `polarprune train` and `eval`.
+"""The paper's experiments and the methods that polarprune is compared with.
 
-networks → data → recipes → training → run → concrete → methods. The library itself does not need
-any of this.
+In: data sets on disk and an experiment's settings. Out: trained networks, logs and cards. It
+trains models and writes into the folder of a run. The library itself needs none of this.
 """

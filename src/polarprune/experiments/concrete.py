@@ -13,8 +13,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ..cost import Quadratic
-from ..gates import Gate
+from ..cost.resources import Quadratic
+from ..gates.gate import Gate
 from .recipes import Controls
 
 _EDGE = 1e-6  # random numbers keep away from 0 and 1

@@ -27,8 +27,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..budget import Budget
-from ..controls import (
+from ..analysis.trace import trace
+from ..channels.graph import WHOLE, Plan
+from ..cost.budget import Budget
+from ..cost.other_scores import (
     UnitNorms,
     magnitude_scores,
     plan_by_score,
@@ -36,15 +38,13 @@ from ..controls import (
     random_scores,
     scale_scores,
 )
-from ..cost import Quadratic
+from ..cost.resources import Quadratic
 from ..errors import PruneError
-from ..gates import gate_value
-from ..groups import WHOLE, Plan
-from ..place import place
-from ..proof import count_macs
-from ..settings import check_settings
-from ..surgery import plain, shrink
-from ..trace import trace
+from ..gates.gate import gate_value
+from ..gates.install import place
+from ..surgery.apply import plain, shrink
+from ..surgery.proof import count_macs
+from ..validation.arguments import check_settings
 from .concrete import Borrowed, HardConcrete, Steering, expected_share
 from .recipes import Recipe
 from .run import Run, copied

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from ..errors import PruneError
-from ..schedule import Schedule
+from ..training.schedule import Schedule
 
 
 @dataclass(frozen=True)

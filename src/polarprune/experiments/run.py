@@ -18,11 +18,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ..bench import environment
-from ..checkpoint import load, read_card, save, write_tensors
+from ..cost.timing import environment
 from ..errors import PruneError
-from ..pruner import Pruner
-from ..recipe import RECIPE
+from ..files.model_file import load, read_card, save, write_tensors
+from ..surgery.recipe import RECIPE
+from ..training.pruner import Pruner
 from .imagenet import from_torchvision
 from .networks import BACKBONES, NETWORKS
 from .processes import place, wait_for_all

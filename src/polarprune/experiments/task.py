@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..proof import all_digits
+from ..surgery.proof import all_digits
 from .recipes import Recipe
 
 

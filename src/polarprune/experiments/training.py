@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, Optimizer
 
-from ..pruner import Pruner
+from ..training.pruner import Pruner
 from .processes import agree, place, summed
 from .recipes import Recipe
 from .task import Stream

@@ -1,0 +1,6 @@
+"""Decide which channels live and die together.
+
+In: tapes. Out: a `Graph` of groups of channels: where each group occurs, which groups are
+prunable, and why the others are frozen. It reads tapes only; it never runs or changes a model.
+README.md has a drawing of the data flow and a worked example.
+"""

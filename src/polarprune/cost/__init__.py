@@ -1,0 +1,6 @@
+"""What a set of widths costs, and which widths meet a limit.
+
+In: a `Graph`, and models to be timed. Out: exact MACs, parameters and memory for any widths; a
+latency model fitted to measured times; the channels that have to close to meet a budget. It times
+models and changes none.
+"""
