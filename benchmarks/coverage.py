@@ -72,7 +72,7 @@ def look(model: Any, example: Any, norms: bool) -> dict[str, Any]:
     with measured(spent, "trace"):
         graph = pp.trace(model, example, norms=norms)
     plan = {}
-    for group in graph.open.values():
+    for group in graph.prunable.values():
         kept = torch.randperm(group.size)[: max(1, group.size // 2)]
         plan[group.name] = sorted(kept.tolist())
     n = torch.tensor([len(kept) for kept in plan.values()], dtype=torch.float64)

@@ -89,8 +89,8 @@ CASES = {
 def naive(model: nn.Module, example: Tensor) -> list[nn.Parameter]:
     """Gates on activations, before every layer that merges channels."""
     graph = pp.trace(model, example)
-    gates = {name: pp.Gate(group.size).to(example.device) for name, group in graph.open.items()}
-    units = {name: range(g.offset, g.offset + g.size) for name, g in graph.open.items()}
+    gates = {name: pp.Gate(group.size).to(example.device) for name, group in graph.prunable.items()}
+    units = {name: range(g.offset, g.offset + g.size) for name, g in graph.prunable.items()}
 
     def before(gate: pp.Gate, axis: int) -> Callable[..., Any]:
         def multiply(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -101,7 +101,7 @@ def with_weights(model: Any) -> Any:
 
 
 def half(graph: Any) -> dict:
-    return {name: list(range(max(1, group.size // 2))) for name, group in graph.open.items()}
+    return {name: list(range(max(1, group.size // 2))) for name, group in graph.prunable.items()}
 
 
 def runs(model: Any, example: Any) -> str:

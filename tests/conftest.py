@@ -98,7 +98,7 @@ def random_plan(graph: Graph, seed: int) -> dict[str, list[int]]:
     """Seed 0 keeps as few channels as may be, the others any number of each group."""
     generator = torch.Generator().manual_seed(seed)
     plan = {}
-    for name, group in graph.open.items():
+    for name, group in graph.prunable.items():
         most = group.size + 1 if seed else group.minimum + 1
         count = int(torch.randint(group.minimum, most, (), generator=generator))
         plan[name] = sorted(torch.randperm(group.size, generator=generator)[:count].tolist())

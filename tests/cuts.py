@@ -44,7 +44,7 @@ def images(batch: int, size: int) -> Tensor:
 
 def plans(graph: Graph) -> Iterator[Plan]:
     """One channel each, all but the first, all but the last, the same widths, random parts."""
-    groups = graph.open.values()
+    groups = graph.prunable.values()
     for kept in (lambda n: [n - 1], lambda n: range(1, n), lambda n: range(n - 1)):
         yield {g.name: list(kept(g.size)) or [0] for g in groups}
     for width in (2, 3, 4, 6, 8):

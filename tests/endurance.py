@@ -223,7 +223,7 @@ class Trials:
             model = Net()
             graph = pp.trace(model, self.data.train_x[:2])
             small = [pp.shrink(model, graph, {name: list(range(least, group.size))
-                     for name, group in graph.open.items()}) for least in (2, 0)]  # fmt: skip
+                     for name, group in graph.prunable.items()}) for least in (2, 0)]  # fmt: skip
             file = full.folder / "small.safetensors"
             pp.save(small[0], file)
             before = file.read_bytes()

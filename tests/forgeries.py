@@ -121,7 +121,7 @@ def victim(name: str, folder: Path) -> Victim:
     torch.manual_seed(0)
     model, x, file = make().eval(), inputs(), folder / "good.safetensors"
     graph = pp.trace(model, x)
-    some = {group: list(range(0, one.size, 2)) for group, one in graph.open.items()}
+    some = {group: list(range(0, one.size, 2)) for group, one in graph.prunable.items()}
     small = pp.shrink(model, graph, {**some, **plan}).eval()
     pp.save(small, file, card={"about": name})
     data = file.read_bytes()

@@ -164,7 +164,7 @@ def start(name: str) -> tuple[pp.Pruner, Tensor]:
 @pytest.mark.parametrize("name", MAKERS)
 def test_heads_close_as_a_unit_and_the_export_is_exact(name: str) -> None:
     pruner, x = start(name)
-    (heads,) = (g for g in pruner.graph.open.values() if g.size == HEADS)
+    (heads,) = (g for g in pruner.graph.prunable.values() if g.size == HEADS)
     for kept in ([0, 2], [3], [1, 2, 3]):
         with torch.no_grad():
             for gate in pruner.gates.values():
@@ -197,7 +197,7 @@ def test_attention_of_one_class_need_not_run_the_same_way() -> None:
     blocks = [Block(Some(pool)) for pool in (False, True, True)]
     model = nn.Sequential(nn.Linear(6, DIM), *blocks, nn.Linear(DIM, 5)).eval()
     graph = pp.trace(model, torch.randn(2, 7, 6))
-    assert [graph.open[f"{k}.attention.qkv"].size for k in (1, 2, 3)] == [HEADS] * 3
+    assert [graph.prunable[f"{k}.attention.qkv"].size for k in (1, 2, 3)] == [HEADS] * 3
 
 
 def test_a_key_head_closes_with_all_its_queries() -> None:
@@ -205,7 +205,7 @@ def test_a_key_head_closes_with_all_its_queries() -> None:
     model = nn.Sequential(nn.Linear(6, DIM), Block(Separate(groups=2)), nn.Linear(DIM, 5)).double()
     x = torch.randn(2, 7, 6, dtype=torch.float64)
     graph = pp.trace(model.eval(), x)
-    heads = graph.open["1.attention.q"]
+    heads = graph.prunable["1.attention.q"]
     assert heads.size == 2
     small = pp.shrink(model, graph, {heads.name: [1]})
     assert small[1].attention.q.out_features == DIM // 2
@@ -231,7 +231,7 @@ def test_softmax_over_heads_freezes_them() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, DIM), Block(Talking()), nn.Linear(DIM, 5))
     graph = pp.trace(model.eval(), torch.randn(2, 7, 6))
-    assert "1.attention.qkv" not in graph.open
+    assert "1.attention.qkv" not in graph.prunable
     assert any("mixes channels" in group.reason for group in graph.groups.values())
 
 
@@ -261,7 +261,7 @@ def test_dropout_inside_attention_does_not_hide_equality() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, DIM), Block(Dropping(groups=2)), nn.Linear(DIM, 5))
     graph = pp.trace(model.eval(), torch.randn(2, 7, 6))
-    assert graph.open["1.attention.q"].size == 2
+    assert graph.prunable["1.attention.q"].size == 2
 
 
 def test_a_width_that_a_module_of_the_user_remembers_is_kept_up_to_date() -> None:
@@ -284,7 +284,7 @@ def test_a_width_that_a_module_of_the_user_remembers_is_kept_up_to_date() -> Non
     model = nn.Sequential(Remembers(6, 16), nn.GELU(), Remembers(16, 5))
     x = torch.randn(2, 7, 6)
     graph = pp.trace(model, x)
-    (group,) = graph.open.values()
+    (group,) = graph.prunable.values()
     assert group.size == 16
     small = pp.shrink(model, graph, {group.name: [1, 4, 9]})
     assert small[0].nf == 3 and small(x).shape == (2, 7, 5)
@@ -343,7 +343,7 @@ def test_heads_of_cross_attention_go(variant: str) -> None:
         model, (torch.randn(2, 4, 5).double(), torch.randn(2, 6, 5).double()), lam=1.0, steps=1
     )
     pruner.param_groups(lr=0.0)
-    assert {name: group.size for name, group in pruner.graph.open.items()} == {
+    assert {name: group.size for name, group in pruner.graph.prunable.items()} == {
         "encoder.self_attn": 4, "encoder.linear1": 32, "decoder.self_attn": 4,
         "decoder.multihead_attn": 4, "decoder.linear1": 32,
     }  # fmt: skip

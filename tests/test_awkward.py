@@ -51,10 +51,10 @@ def images(*shape: int) -> Tensor:
 
 def some_plan(graph: Graph) -> dict[str, list[int]]:
     """Part of every open group: at least one channel stays, and at least one goes."""
-    widths = {name: int(torch.randint(1, max(g.size, 2), ())) for name, g in graph.open.items()}
+    widths = {name: int(torch.randint(1, max(g.size, 2), ())) for name, g in graph.prunable.items()}
     return {
         name: sorted(torch.randperm(group.size)[: widths[name]].tolist())
-        for name, group in graph.open.items()
+        for name, group in graph.prunable.items()
     }
 
 
@@ -64,7 +64,7 @@ def cut(
     """Trace, compare with what should be open or whole, cut, and compare by numbers."""
     model = randomise(model).double()
     graph = pp.trace(model, inputs)
-    assert {name: group.size for name, group in graph.open.items()} == dict(opened)
+    assert {name: group.size for name, group in graph.prunable.items()} == dict(opened)
     reasons = {name: group.reason for name, group in graph.groups.items() if group.frozen}
     assert reasons.keys() == whole.keys()
     assert [name for name in whole if whole[name] not in reasons[name]] == [], reasons
@@ -273,7 +273,7 @@ def test_parameters_that_are_looked_up_by_their_width_are_found_again() -> None:
     """`self.shifts[f"b{len(weight)}"]` would find nothing once the weight is cut."""
     opened = {"matrices": 10, "matrices#2": 8}
     this = cut(ByWidth(), (images(3, 6),), opened, {"matrices#3": OUTPUT})
-    assert list(this.graph.rewired) == [""]
+    assert list(this.graph.rewritten) == [""]
     trains(this.small, (images(3, 6),))
 
 
@@ -588,7 +588,7 @@ def test_model_on_the_meta_device_has_the_same_groups_and_costs(
         model = make().double()
     graph = pp.trace(model, tree_map_only(Tensor, lambda x: x.to("meta"), inputs))
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    assert graph.groups == known.groups and graph.open
+    assert graph.groups == known.groups and graph.prunable
     assert graph.cost.original() == known.cost.original()
     plan = some_plan(graph)
     widths = torch.tensor([len(kept) for kept in plan.values()])
@@ -628,7 +628,7 @@ def test_a_recurrent_net_is_cut(cell: str, options: dict[str, Any], dtype: torch
     """In float32, too, where torch has a fused path for all steps at once."""
     model = randomise(Recurrent(cell, **options)).to(dtype)
     graph = pp.trace(model, images(2, 4, 7).to(dtype))
-    sizes = {name: group.size for name, group in graph.open.items()}
+    sizes = {name: group.size for name, group in graph.prunable.items()}
     assert sizes == {"front.0": 10, "cell": 6, "tail.0": 14}
     cut_at_random(model.double(), graph, (images(2, 4, 7),))
 

@@ -64,8 +64,10 @@ def in_double(x: Tensor) -> Tensor:
     return x.double() if x.is_floating_point() else x
 
 
-def banks(model: nn.Module) -> list[fused.Bank]:
-    return [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, fused.Bank)]
+def banks(model: nn.Module) -> list[fused.FusedGates]:
+    return [
+        hook for hook in model._forward_pre_hooks.values() if isinstance(hook, fused.FusedGates)
+    ]
 
 
 def without(model: nn.Module) -> nn.Module:
@@ -93,15 +95,15 @@ def assert_same(one: dict[str, Tensor | None], other: dict[str, Tensor | None]) 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     taken: list[int] = []
-    take = fused.Bank.take
+    take = fused.FusedGates.take
 
-    def counting(self: fused.Bank, slot: int, weight: Tensor) -> Tensor | None:
+    def counting(self: fused.FusedGates, slot: int, weight: Tensor) -> Tensor | None:
         found = take(self, slot, weight)
         if found is not None:
             taken.append(slot)
         return found
 
-    monkeypatch.setattr(fused.Bank, "take", counting)
+    monkeypatch.setattr(fused.FusedGates, "take", counting)
     yield taken
 
 

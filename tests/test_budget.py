@@ -191,7 +191,7 @@ def test_the_budget_holds_when_the_host_looks_only_now_and_then() -> None:
 def test_whole_groups_close_and_the_spine_keeps_a_channel() -> None:
     for name in MODELS:
         pruner = prune(build(name), 16, macs=0.011)  # with a channel of each it would be more
-        groups = pruner.graph.open
+        groups = pruner.graph.prunable
         kept = {name: len(channels) for name, channels in pruner.plan().items()}
         assert any(kept[name] == 0 for name, group in groups.items() if not group.minimum)
         assert all(kept[name] >= 1 for name, group in groups.items() if group.minimum)

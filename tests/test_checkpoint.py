@@ -56,7 +56,7 @@ def shrunk(name: str, width: str) -> tuple[nn.Module, Any]:
     graph = traced(name)
     generator = torch.Generator().manual_seed(1)
     plan = {}
-    for group in graph.open.values():
+    for group in graph.prunable.values():
         kept = torch.randperm(group.size, generator=generator)[: max(1, group.size // 2)]
         closes = width == "closed" and not group.minimum
         plan[group.name] = [] if closes else sorted(kept.tolist())
@@ -417,7 +417,7 @@ def test_model_whose_whole_layers_differ_is_refused(tmp_path: Path) -> None:
 
     model, x = make(3), torch.randn(2, 3, 8, 8)
     graph = pp.trace(model, x, keep=["0"])
-    assert set(graph.open) == {"2.0"}
+    assert set(graph.prunable) == {"2.0"}
     pp.save(pp.shrink(model, graph, {"2.0": [0, 3]}), tmp_path / "small.safetensors")
     refused(tmp_path / "small.safetensors", make(5), "does not fit this model")
 
@@ -425,7 +425,7 @@ def test_model_whose_whole_layers_differ_is_refused(tmp_path: Path) -> None:
 def test_precision_is_that_of_the_file(tmp_path: Path) -> None:
     model, (x,) = NETS["digits_resnet"]()
     graph = pp.trace(model.double(), x.double())
-    small = pp.shrink(model, graph, {n: [*range(g.size)][::2] for n, g in graph.open.items()})
+    small = pp.shrink(model, graph, {n: [*range(g.size)][::2] for n, g in graph.prunable.items()})
     pp.save(small, tmp_path / "small.safetensors")
     again = pp.load(tmp_path / "small.safetensors", model=NETS["digits_resnet"]()[0])
     assert {p.dtype for p in again.parameters()} == {torch.float64}

@@ -39,7 +39,7 @@ def close(pruner: pp.Pruner, seed: int, whole: bool = False) -> None:
     """Random gates; with `whole`, all of those that may go."""
     generator = torch.Generator().manual_seed(seed)
     alpha = pruner._flat()
-    for group in pruner.graph.open.values():
+    for group in pruner.graph.prunable.values():
         shut = torch.rand(group.size, generator=generator) < (1.0 if whole else 0.4)
         shut[: max(group.minimum, int(not whole))] = False
         alpha[group.offset : group.offset + group.size][shut] = 0

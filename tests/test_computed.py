@@ -117,7 +117,7 @@ def test_looking_changes_nothing(name: str) -> None:
     model = net(WRAPS[name])
     before, mode = copy.deepcopy(model.state_dict()), model.training
     graph = pp.trace(model, X)
-    small = pp.shrink(model, graph, {group: [0, 2, 3] for group in graph.open})
+    small = pp.shrink(model, graph, {group: [0, 2, 3] for group in graph.prunable})
     after = model.state_dict()
     assert list(before) == list(after) and model.training == mode
     assert all(torch.equal(before[key], after[key]) for key in before)
@@ -173,7 +173,7 @@ def test_a_weight_that_is_tied_to_a_computed_one_stays_its_own() -> None:
     torch.manual_seed(0)
     model, x = Tied().double().eval(), torch.tensor([[1, 2, 3]])
     graph = pp.trace(model, x)
-    assert {name: group.size for name, group in graph.open.items()} == {"words": 8, "middle": 8}
+    assert {name: group.size for name, group in graph.prunable.items()} == {"words": 8, "middle": 8}
     plan = {"words": [1, 5], "middle": [0, 2, 7]}
     small = pp.shrink(model, graph, plan)
     with torch.no_grad():
@@ -196,7 +196,7 @@ def test_a_file_for_a_plain_model_of_the_same_shape(tmp_path: Path) -> None:
     """The parametrizations were taken away before: what is left fits as well."""
     model = net(parametrizations.weight_norm)
     graph = pp.trace(model, X)
-    small = pp.shrink(model.eval(), graph, {name: [1, 2] for name in graph.open})
+    small = pp.shrink(model.eval(), graph, {name: [1, 2] for name in graph.prunable})
     pp.save(small, tmp_path / "small.safetensors")
     loaded = pp.load(tmp_path / "small.safetensors", model=net(lambda layer: layer))
     assert torch.equal(loaded.eval()(X), small(X))
@@ -207,7 +207,7 @@ def test_a_file_for_a_plain_model_of_the_same_shape(tmp_path: Path) -> None:
 def test_gates_are_multiplied_into_what_was_computed() -> None:
     model = net(parametrizations.weight_norm).eval()
     graph = pp.trace(model, X)
-    plan = {name: [1, 2, 5] for name in graph.open}
+    plan = {name: [1, 2, 5] for name in graph.prunable}
     masked = copy.deepcopy(model)
     fold(masked, graph, graph.alive(plan).double())
     with torch.no_grad():

@@ -46,7 +46,7 @@ def test_a_control_plan_lands_just_under_its_budget(name, limits, kind):
 def test_the_magnitude_plan_keeps_the_largest_channels():
     model, example = NETS["conv_bn_relu"]()
     graph = pp.trace(model, example)
-    first = next(iter(graph.open.values()))
+    first = next(iter(graph.prunable.values()))
     weight = model.get_submodule(first.producers[0]).weight
     with torch.no_grad():
         weight[3] *= 100
@@ -96,7 +96,7 @@ def test_a_threshold_takes_the_lowest_of_all_groups_and_nothing_more_fits():
     scores = random_scores(graph, 3)
     kept = graph.alive(plan_by_threshold(graph, scores, macs=0.5))
     must = torch.zeros_like(kept)
-    for group in graph.open.values():
+    for group in graph.prunable.values():
         own = scores[group.offset : group.offset + group.size].argsort(descending=True)
         must[group.offset + own[: group.minimum]] = True
     free = scores[~must]
@@ -120,7 +120,7 @@ def test_what_scores_nothing_goes_unless_it_must_stay():
     assert torch.equal(kept, scores > 0)
     plan = plan_by_threshold(graph, torch.zeros(graph.units), macs=1.0)
     assert {name: len(left) for name, left in plan.items()} == {
-        name: group.minimum for name, group in graph.open.items()
+        name: group.minimum for name, group in graph.prunable.items()
     }
 
 

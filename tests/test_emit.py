@@ -1,7 +1,7 @@
 """Code that bakes in sizes: it follows by its attributes, or is re-emitted, or stays whole.
 
 Whatever way was taken, what comes back is still the user's module: it computes the same at another
-batch size, trains, is copied, saved, loaded and exported like any other.
+batch size, trains, is with_weights_of, saved, loaded and exported like any other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 import polarprune as pp
 from nets import cbr, head, randomise
 from polarprune.files.untrusted import BLANK, signed
-from polarprune.rewriting import capture, emission, remove_branches, stored_graphs
+from polarprune.rewriting import capture, captured_forward, remove_branches, stored_graphs
 from polarprune.surgery.proof import difference, prove_equal
 from test_awkward import Cut, cut_at_random, images, trains
 from test_exact import VARIANTS, pruner_of, set_gates
@@ -401,11 +401,11 @@ def cuts(name: str) -> list[Cut]:
 @every_case
 def test_what_can_be_followed_is_open(name: str) -> None:
     case, graph = CASES[name], shrunk(name).graph
-    assert {group: g.size for group, g in graph.open.items()} == case.opened
+    assert {group: g.size for group, g in graph.prunable.items()} == case.opened
     whole = {group: g.reason for group, g in graph.groups.items() if g.frozen}
     assert whole.keys() == case.whole.keys()
     assert all(case.whole[group] in whole[group] for group in whole)
-    assert set(case.emitted) <= set(graph.rewired)
+    assert set(case.emitted) <= set(graph.rewritten)
     assert graph.unknown == {}
 
 
@@ -480,8 +480,8 @@ def test_graphs_of_train_and_eval_mode_are_kept_apart() -> None:
 # code that looks at sizes and values
 
 
-class Look(nn.Module):
-    def __init__(self, look: Callable[[Look, Tensor], Tensor]) -> None:
+class Inspection(nn.Module):
+    def __init__(self, look: Callable[[Inspection, Tensor], Tensor]) -> None:
         super().__init__()
         self.look, self.c = look, 8
 
@@ -504,7 +504,7 @@ def part(x: Tensor, size: int) -> Tensor:
     return F.interpolate(x, size=(size, x.shape[3]))
 
 
-Looks = dict[str, Callable[[Look, Tensor], Tensor]]
+Looks = dict[str, Callable[[Inspection, Tensor], Tensor]]
 RIGHT: Looks = {
     "root of the batch": lambda self, x: swap(x) / math.sqrt(x.shape[0]),
     "root of the width": lambda self, x: swap(x) / math.sqrt(x.shape[1]),
@@ -559,13 +559,13 @@ LOOKS = {**RIGHT, **HARD, **MIXED}
 
 @pytest.mark.parametrize("look", [*LOOKS.values()], ids=[*LOOKS])
 def test_code_that_looks_is_right_for_other_inputs_or_refuses_them(
-    look: Callable[[Look, Tensor], Tensor],
+    look: Callable[[Inspection, Tensor], Tensor],
 ) -> None:
     """Other batches, images and values than the example's: equal, or one clear PruneError."""
-    net = nn.Sequential(cbr(3, 8), Look(look), nn.Conv2d(8, 6, 1), nn.ReLU(), head(6))
+    net = nn.Sequential(cbr(3, 8), Inspection(look), nn.Conv2d(8, 6, 1), nn.ReLU(), head(6))
     model, example = randomise(net).double(), images(2, 3, 6, 6)
     graph = pp.trace(model, example)
-    assert graph.open["2"].size == 6
+    assert graph.prunable["2"].size == 6
     shapes = (1, 6, 6), (3, 6, 6), (5, 9, 8)
     others = [
         images(number, 3, *size) * scale for number, *size in shapes for scale in (1, 300, -1)
@@ -579,8 +579,10 @@ def test_code_that_looks_is_right_for_other_inputs_or_refuses_them(
 
 
 @pytest.mark.parametrize("look", [*MIXED.values()], ids=[*MIXED])
-def test_sizes_that_mix_with_widths_are_read_anew(look: Callable[[Look, Tensor], Tensor]) -> None:
-    net = nn.Sequential(cbr(3, 8), Look(look), nn.Conv2d(8, 6, 1), nn.ReLU(), head(6))
+def test_sizes_that_mix_with_widths_are_read_anew(
+    look: Callable[[Inspection, Tensor], Tensor],
+) -> None:
+    net = nn.Sequential(cbr(3, 8), Inspection(look), nn.Conv2d(8, 6, 1), nn.ReLU(), head(6))
     model, example = randomise(net).double(), images(2, 3, 6, 6)
     graph = pp.trace(model, example)
     assert not graph.groups["0.0"].frozen
@@ -590,7 +592,9 @@ def test_sizes_that_mix_with_widths_are_read_anew(look: Callable[[Look, Tensor],
 
 
 def test_a_number_without_a_formula_is_refused_for_other_sizes() -> None:
-    net = nn.Sequential(cbr(3, 8), Look(lambda self, x: rows(x, 4 * (x.shape[0] + 2) - 8)), head(8))
+    net = nn.Sequential(
+        cbr(3, 8), Inspection(lambda self, x: rows(x, 4 * (x.shape[0] + 2) - 8)), head(8)
+    )
     model, example = randomise(net).double(), images(2, 3, 6, 6)
     graph = pp.trace(model, example)
     this = cut_at_random(model, graph, (example,))
@@ -624,7 +628,7 @@ def call(number: int = 3, flip: bool = True) -> tuple[tuple[Any, ...], dict[str,
     return (torch.randn(number, 4), {"rest": torch.randn(number, 2)}), {"flip": flip}
 
 
-def written() -> tuple[nn.Module, emission.Emission]:
+def written() -> tuple[nn.Module, captured_forward.CapturedForward]:
     module = Written()
     args, kwargs = call()
     emission = capture.capture(module, args, kwargs)
@@ -635,7 +639,7 @@ def written() -> tuple[nn.Module, emission.Emission]:
 def test_capture_store_and_run_gives_the_same() -> None:
     module, emission = written()
     stored = json.loads(json.dumps(stored_graphs.encode(emission)))
-    again = emission.with_forward(copy.deepcopy(module), stored_graphs.decode(stored))
+    again = captured_forward.with_forward(copy.deepcopy(module), stored_graphs.decode(stored))
     assert isinstance(again, Written) and type(again) is not Written
     assert stored_graphs.encode(stored_graphs.decode(stored)) == stored
     args, kwargs = call(5)
@@ -686,7 +690,7 @@ SAME_CALLS: dict[str, Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]] = {
 @pytest.mark.parametrize("form", SAME_CALLS)
 def test_the_same_call_may_be_written_in_another_way(form: str) -> None:
     module, emission = written()
-    again = emission.with_forward(copy.deepcopy(module), emission).eval()
+    again = captured_forward.with_forward(copy.deepcopy(module), emission).eval()
     args, kwargs = call()
     found, wanted = again(*SAME_CALLS[form](*args)[0], **SAME_CALLS[form](*args)[1]), module.eval()
     assert torch.equal(found["x"], wanted(*args, **kwargs)["x"])
@@ -695,7 +699,7 @@ def test_the_same_call_may_be_written_in_another_way(form: str) -> None:
 @pytest.mark.parametrize("form", OTHER_CALLS)
 def test_call_of_another_form_is_refused(form: str) -> None:
     module, emission = written()
-    again = emission.with_forward(copy.deepcopy(module), emission)
+    again = captured_forward.with_forward(copy.deepcopy(module), emission)
     (x, y), _ = call()
     args, kwargs = OTHER_CALLS[form](x, y)
     with pytest.raises(pp.PruneError, match=r"called in another form than in the example.*Trace "):
@@ -722,7 +726,7 @@ def test_module_that_is_called_in_two_forms_is_cut_or_stays_whole() -> None:
 
     model, x = randomise(Net()).double(), images()
     graph = pp.trace(model, x)
-    assert graph.open["tail.0.0"].size == 6
+    assert graph.prunable["tail.0.0"].size == 6
     cut_at_random(model, graph, (x,))
 
 
@@ -984,7 +988,9 @@ def test_stored_graph_cannot_run_code() -> None:
     assert identity is not None
     stored = {**stored_graphs.encode(identity), "train": nodes, "eval": nodes}
     try:
-        answer = emission.with_forward(nn.Identity(), stored_graphs.decode(stored))(torch.zeros(1))
+        answer = captured_forward.with_forward(nn.Identity(), stored_graphs.decode(stored))(
+            torch.zeros(1)
+        )
     except pp.PruneError:
         return
     pytest.fail(f"a file made python compute {answer}")

@@ -216,7 +216,7 @@ def test_claimed_memory_is_what_is_there(name: str, variant: str) -> None:
 @every_case
 def test_plan_has_the_widths_that_were_set(name: str, variant: str) -> None:
     """Less only where a group was read by nothing but layers that have gone."""
-    this, groups = case(name, variant), started(name).graph.open
+    this, groups = case(name, variant), started(name).graph.prunable
     assert set(this.plan) == set(groups)
     widths = {g: len(kept) for g, kept in this.plan.items()}
     assert all(widths[g] >= group.minimum for g, group in groups.items())
@@ -346,7 +346,7 @@ def test_export_leaves_the_gated_model_as_it_was(name: str) -> None:
 @every_net
 def test_input_reaches_every_output_when_all_that_may_close_has_closed(name: str) -> None:
     pruner = started(name)
-    plan = {group: [] for group, g in pruner.graph.open.items() if not g.minimum}
+    plan = {group: [] for group, g in pruner.graph.prunable.items() if not g.minimum}
     small = pp.shrink(NETS[name]()[0].double(), pruner.graph, plan).train()
     inputs = tree_map_only(Tensor, lambda x: x.clone().requires_grad_(), pruner.example)
     for out in tree_leaves(run(small, inputs)):
@@ -462,9 +462,9 @@ def test_odd_code_is_followed_exactly_or_stays_whole(name: str) -> None:
     tail = cbr(channels, 10), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(10, 5)
     model = randomise(nn.Sequential(cbr(3, 8), Apply(function), *tail)).eval().double()
     pruner = pruner_of(model, torch.randn(2, 3, 8, 8).double())
-    opened = [group for group in pruner.graph.open.values() if "0.0" in group.producers]
+    opened = [group for group in pruner.graph.prunable.values() if "0.0" in group.producers]
     assert expected is None or sum(group.size for group in opened) == expected
-    (after,) = (group for group in pruner.graph.open.values() if "2.0" in group.producers)
+    (after,) = (group for group in pruner.graph.prunable.values() if "2.0" in group.producers)
     assert (after.size, after.minimum) == (10, 1)
     for seed in range(4):
         set_gates(pruner, VARIANTS["random"], f"{name} {seed}")
@@ -499,7 +499,7 @@ def test_only_outputs_and_listed_groups_stay_whole(name: str) -> None:
     assert all(listed[group] in whole[group] for group in listed)
     assert graph.notes == []
     assert graph.unknown == {}
-    share = len(graph.open) / len(graph.groups)
+    share = len(graph.prunable) / len(graph.groups)
     assert (share == 0) == (name in REFUSED)
 
 
@@ -608,7 +608,7 @@ BY_HAND = {
 @pytest.mark.parametrize("name", BY_HAND)
 def test_open_groups_are_those_worked_out_by_hand(name: str) -> None:
     graph = traced(name)
-    assert {group.name: group.size for group in graph.open.values()} == BY_HAND[name]
+    assert {group.name: group.size for group in graph.prunable.values()} == BY_HAND[name]
 
 
 # Channels of a layer that one unit stands for, worked out by hand.

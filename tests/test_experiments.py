@@ -117,7 +117,7 @@ def test_networks_have_the_size_that_is_compared(make: Any, macs: float, params:
 def test_all_of_a_network_may_be_pruned(make: Any) -> None:
     graph = pp.trace(make().eval(), torch.randn(2, 3, 32, 32))
     assert not any(group.frozen for name, group in graph.groups.items() if "head" not in name)
-    lowest = torch.tensor([float(group.minimum) for group in graph.open.values()])
+    lowest = torch.tensor([float(group.minimum) for group in graph.prunable.values()])
     assert graph.cost.share(lowest)["macs"] < 0.05
 
 

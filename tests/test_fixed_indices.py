@@ -92,7 +92,7 @@ def test_a_number_of_a_channel_still_means_the_same_channel(name: str) -> None:
     body, prunable = BODIES[name]
     model = Body2d(body)
     graph = pp.trace(model, images(4, 8))
-    assert sum(g.size for n, g in graph.open.items() if n.startswith("a")) == prunable
+    assert sum(g.size for n, g in graph.prunable.items() if n.startswith("a")) == prunable
     assert prunable or "in model (" in reasons(graph) or "picked out" in reasons(graph)
     assert worst(model, graph, images(4, 8), *OTHERS) < 1e-12
 
@@ -108,5 +108,5 @@ def test_code_that_cannot_be_re_emitted_freezes_what_it_counts(name: str) -> Non
 
     model = Body2d(unwritable)
     graph = pp.trace(model, images(4, 8))
-    assert "a" not in graph.open and "b" in graph.open
+    assert "a" not in graph.prunable and "b" in graph.prunable
     assert worst(model, graph, images(4, 8), *OTHERS) < 1e-12

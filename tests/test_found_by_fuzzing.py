@@ -31,7 +31,7 @@ def test_narrow_groups_of_one_width_are_told_apart() -> None:
     torch.manual_seed(0)
     model, x = UnreadGru().double().eval(), torch.randn(2, 6, 10, dtype=torch.float64)
     graph = pp.trace(model, x)
-    assert {name: group.size for name, group in graph.open.items()} == {"second": 2, "gru": 2}
+    assert {name: group.size for name, group in graph.prunable.items()} == {"second": 2, "gru": 2}
     for plan in ({"second": [1]}, {"gru": [0]}, {"second": [0], "gru": [1]}):
         small = pp.shrink(model, graph, plan)
         assert small.gru.input_size == len(plan.get("second", [0, 1]))
@@ -58,7 +58,7 @@ def test_a_transposed_convolution_with_one_output_for_each_group_is_followed() -
     x, more = (torch.randn(n, 3, 6, 6, dtype=torch.float64) for n in (2, 3))
     model = OnePerGroup().double().eval()
     graph = pp.trace(model, x)
-    assert {name: group.size for name, group in graph.open.items()} == {"third.0": 8}
+    assert {name: group.size for name, group in graph.prunable.items()} == {"third.0": 8}
     assert cut_error(model, graph, (x,), (more,)) < 1e-10
 
 

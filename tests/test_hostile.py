@@ -126,7 +126,10 @@ def test_heads_go_one_by_one_under_a_mask_from_a_buffer(length: int) -> None:
     torch.manual_seed(0)
     model = Causal().double()
     pruner = pruned(model, torch.randn(2, length, 6).double(), macs=0.7)
-    assert {name: group.size for name, group in pruner.graph.open.items()} == {"e": 16, "qkv": 4}
+    assert {name: group.size for name, group in pruner.graph.prunable.items()} == {
+        "e": 16,
+        "qkv": 4,
+    }
     assert apart(model, pruner.export(), torch.randn(3, 9, 6).double()) < 1e-12
 
 
@@ -298,7 +301,7 @@ def test_numbers_that_change_while_it_trains_are_those_of_the_end() -> None:
     with pytest.raises(pp.PruneError, match=r"compact: .*heat is another number than when"):
         pruner.compact()
     small = pruner.export()
-    assert pruner.graph.rewired and apart(model, small, torch.randn(9, 6).double()) < 1e-12
+    assert pruner.graph.rewritten and apart(model, small, torch.randn(9, 6).double()) < 1e-12
     with pytest.raises(pp.PruneError, match=r"heat = 7.0: .* was re-emitted with 2.95"):
         small.heat = 7.0
     small.heat, small.note = 2.95, "new"  # the same, and what was not there
@@ -331,7 +334,7 @@ def test_outputs_in_any_container_stay_whole(wrap: Any) -> None:
         return self.c(features), wrap(features)
 
     graph = pp.trace(Three(body), X)
-    assert list(graph.open) == ["a"] and "output" in graph.groups["b"].reason
+    assert list(graph.prunable) == ["a"] and "output" in graph.groups["b"].reason
 
 
 # --- fillings that are none -----------------------------------------------------------------------
@@ -354,7 +357,7 @@ def placed(like: Tensor) -> Tensor:
 @pytest.mark.parametrize("make", [one_hot, counted, placed])
 def test_a_filling_that_was_written_to_is_none(make: Any) -> None:
     graph = pp.trace(Three(lambda self, x: self.c((h := self.a(x).relu()) * make(h))), X)
-    assert not graph.open
+    assert not graph.prunable
 
 
 def test_groups_of_a_shuffle_stay_as_wide_as_one_another() -> None:
@@ -374,10 +377,10 @@ def test_channels_of_one_group_that_cost_differently_stay_whole() -> None:
 
     graph = pp.trace(Three(body), X)
     assert any("cost more than others" in group.reason for group in graph.groups.values())
-    for name, group in graph.open.items():
+    for name, group in graph.prunable.items():
         small = pp.shrink(Three(body), graph, {name: list(range(1, group.size))})
         assert count_macs(small, X) == graph.cost.at(
-            torch.tensor([g.size - (n == name) for n, g in graph.open.items()])
+            torch.tensor([g.size - (n == name) for n, g in graph.prunable.items()])
         )["macs"]  # fmt: skip
 
 
@@ -425,7 +428,7 @@ def test_pythons_dice_are_put_back_and_not_written_down() -> None:
         state = random.getstate()
         graph = pp.trace(Dropped(), torch.randn(4, 6))
         assert random.getstate() == state
-        assert {f"blocks.{k}.0" for k in range(4)} <= set(graph.open)
+        assert {f"blocks.{k}.0" for k in range(4)} <= set(graph.prunable)
 
 
 @pytest.mark.parametrize(
@@ -721,12 +724,12 @@ def test_rows_that_are_picked_and_added_keep_their_channels() -> None:
     torch.manual_seed(0)
     model, x = Neighbours().double(), torch.randn(2, 8, 3).double()
     pruner = pruned(model, x)
-    assert {name: group.size for name, group in pruner.graph.open.items()} == {"a": 16, "b": 12}
+    assert {name: group.size for name, group in pruner.graph.prunable.items()} == {"a": 16, "b": 12}
     assert apart(model, pruner.export(), torch.randn(3, 11, 3).double()) < 1e-12
     own = pp.trace(
         Three(lambda self, x: self.c(self.a(x).gather(1, self.b.weight.argsort(1)[:4]))), X
     )
-    assert "a" not in own.open  # an index for every channel
+    assert "a" not in own.prunable  # an index for every channel
 
 
 class Blanked(nn.Module):
@@ -755,6 +758,6 @@ def test_places_that_are_overwritten_keep_their_channels(drawn: bool) -> None:
     state = numpy.random.get_state()[1].tolist()  # type: ignore[index,union-attr]
     pruner = pp.Pruner(model, x, macs=0.5, steps=40)
     assert numpy.random.get_state()[1].tolist() == state  # type: ignore[index,union-attr]
-    assert {name: group.size for name, group in pruner.graph.open.items()} == {"a": 16, "b": 12}
+    assert {name: group.size for name, group in pruner.graph.prunable.items()} == {"a": 16, "b": 12}
     model = Blanked(drawn).double()
     assert apart(model, pruned(model, x).export(), torch.randn(2, 7, 6).double()) < 1e-12

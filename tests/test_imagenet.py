@@ -104,7 +104,7 @@ def test_networks_have_the_size_that_is_known(name: str, macs: float, params: fl
 def test_all_of_mobilenet_v1_may_be_pruned() -> None:
     graph = pp.trace(MobileNetV1(10).eval(), torch.randn(2, 3, 64, 64))
     assert {name for name, group in graph.groups.items() if group.frozen} == {"head"}
-    assert len(graph.open) == 14  # a depth-wise convolution goes with the one before it
+    assert len(graph.prunable) == 14  # a depth-wise convolution goes with the one before it
 
 
 def test_recipes_are_the_papers() -> None:

@@ -144,13 +144,13 @@ def test_looking_changes_nothing_and_plans_of_others_are_cut(name: str) -> None:
     model = net(LAYERS[name])
     before, families = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]
     graph = pp.trace(model, X)
-    plan = {group: [0, 2, 3] for group in graph.open}
+    plan = {group: [0, 2, 3] for group in graph.prunable}
     small = pp.shrink(model, graph, plan)
     assert [type(m) for m in model.modules()] == families
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
     assert list(before) == list(model.state_dict())
     gone = copy.deepcopy(model)
-    (first, one), (second, two) = graph.open.items()
+    (first, one), (second, two) = graph.prunable.items()
     assert {first, second} == {"0", "2"} and (one.size, two.size) == (16, 12)
     with torch.no_grad():  # what a channel that goes would say is not heard
         x = gone[1](gone[0](X))
@@ -235,7 +235,7 @@ def test_a_number_that_the_code_no_longer_reads_may_not_change() -> None:
 def test_what_cannot_be_gated_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     model = net(ScaledStandard)
     families, keys, before = [type(m) for m in model.modules()], list(model.state_dict()), model(X)
-    monkeypatch.setattr("polarprune.gates.install.put_bank", lambda *_: 1 / 0)
+    monkeypatch.setattr("polarprune.gates.install.fuse_gates", lambda *_: 1 / 0)
     with pytest.raises(pp.PruneError, match="Nothing was changed"):
         pp.Pruner(model, X, macs=0.5, steps=10)
     assert [type(m) for m in model.modules()] == families
@@ -282,8 +282,8 @@ class OfTheInput(nn.Conv2d):
 def test_what_is_more_than_a_weight_that_was_computed_stays_whole(layer: Make) -> None:
     model = net(layer)
     graph = pp.trace(model, X)
-    assert graph.computed == [] and "0" not in graph.open
-    small = pp.shrink(model, graph, {name: [0] for name in graph.open})
+    assert graph.computed == [] and "0" not in graph.prunable
+    small = pp.shrink(model, graph, {name: [0] for name in graph.prunable})
     assert type(small[0]) is layer  # type: ignore[index]
 
 

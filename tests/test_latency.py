@@ -101,7 +101,7 @@ def test_the_terms_add_up_to_the_macs_that_are_counted(name: str) -> None:
     known = {item.op for item in graph.contractions}
     rest = sum(op.macs for op in graph.tapes[0].ops if op not in known)
     for _ in range(3):
-        n = torch.ceil(torch.rand(len(graph.open), generator=generator) * graph.cost.full)
+        n = torch.ceil(torch.rand(len(graph.prunable), generator=generator) * graph.cost.full)
         macs, size = terms(terms.live(n), steps)
         assert float(macs.sum()) + rest == pytest.approx(graph.cost.at(n)["macs"], rel=1e-9)
         assert bool((size >= 0).all()) and float(size.sum()) > 0
@@ -285,7 +285,7 @@ def test_real_models_of_many_widths_are_timed() -> None:
     graph = pp.trace(net(), IMAGES)
     watch = latency.Stopwatch(net(), graph, IMAGES, 0.9)
     watch.runs = 8
-    found = watch._fitted(torch.ones_like(graph.cost.full), torch.ones(len(graph.open)))
+    found = watch._fitted(torch.ones_like(graph.cost.full), torch.ones(len(graph.prunable)))
     assert found.whole > 0 and bool((found.coefs >= 0).all())
     assert bool(found.coefs.any()) and math.isfinite(float(found(graph.cost.full)))
     small = Budget(graph, {"macs": 0.5}).lowest_widths()

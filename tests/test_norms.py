@@ -131,7 +131,7 @@ def plan_of(graph: Any, seed: int) -> dict[str, list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return {
         name: sorted(torch.randperm(g.size, generator=generator)[: max(1, g.size // 2)].tolist())
-        for name, g in graph.open.items()
+        for name, g in graph.prunable.items()
     }
 
 
@@ -158,7 +158,7 @@ def test_cut_stream_equals_masked_stream(name: str, post: bool) -> None:
     model, x = made(name, post)
     graph = pp.trace(model, x, norms=True)
     assert {g.reason for g in graph.groups.values() if g.frozen} == {"part of the model's output"}
-    assert graph.open["embed"].size == WIDTH
+    assert graph.prunable["embed"].size == WIDTH
     for seed in range(3):
         plan = plan_of(graph, seed)
         masked = copy.deepcopy(model)
@@ -179,7 +179,7 @@ def test_cut_stream_equals_masked_stream(name: str, post: bool) -> None:
 def test_half_of_everything_costs_a_quarter(name: str) -> None:
     model, x = made(name)
     graph = pp.trace(model, x, norms=True)
-    n = torch.tensor([g.size // 2 for g in graph.open.values()])
+    n = torch.tensor([g.size // 2 for g in graph.prunable.values()])
     assert graph.cost.share(n)["macs"] < 0.35
 
 
@@ -252,4 +252,4 @@ class Experts(nn.Module):
 def test_stream_between_experts_is_open(seed: int) -> None:
     torch.manual_seed(seed)
     graph = pp.trace(randomise(Experts()), torch.randn(16, 5), norms=True)
-    assert {name: group.size for name, group in graph.open.items()} == {"embed": WIDTH}
+    assert {name: group.size for name, group in graph.prunable.items()} == {"embed": WIDTH}

@@ -211,7 +211,7 @@ def test_what_is_prunable_can_be_removed(name: str) -> None:
     read = {column for item in oracle.contractions for column in item.columns}
     if None in read:
         pytest.skip("a grouped convolution has no slice for each channel that it reads")
-    for group in graph.open.values():
+    for group in graph.prunable.values():
         for index in {0, group.size - 1} if group.size > max(1, group.minimum) else set[int]():
             gone = [c for c in oracle.components()
                     if any(unit(graph, one) == group.offset + index for one in c)]  # fmt: skip

@@ -38,7 +38,7 @@ def test_forward_that_a_module_chose_is_written_anew() -> None:
             whole={"2.2": OUTPUT},
         )
         assert vars(model[1])["forward"].__self__ is model[1]
-        assert list(done.graph.rewired) == ["1"]
+        assert list(done.graph.rewritten) == ["1"]
 
 
 class ToldNorm(nn.Module):
@@ -69,7 +69,7 @@ def test_norms_that_are_told_their_shape_follow_the_stream() -> None:
         model = nn.Sequential(nn.Linear(5, 8), Mlp(rms), Mlp(rms), nn.Linear(8, 3))
         model, inputs = randomise(model).double(), (torch.randn(2, 4, 5).double(),)
         graph = pp.trace(model, inputs, norms=True)
-        assert {name: group.size for name, group in graph.open.items()} == {
+        assert {name: group.size for name, group in graph.prunable.items()} == {
             "0": 8, "1.up": 12, "2.up": 12,
         }  # fmt: skip
         cut_at_random(model, graph, inputs)
@@ -96,7 +96,7 @@ def test_code_that_stops_late_is_mended_where_it_first_went_astray() -> None:
     inputs = (torch.randn(2, 4, 5).double(),)
     whole = {"0": "layer norm mixes channels", "3": OUTPUT}
     done = cut(model, inputs, {"2.qkv": 2, "2.proj": 8}, whole)
-    assert list(done.graph.rewired) == ["2"]
+    assert list(done.graph.rewritten) == ["2"]
 
 
 class Resized(nn.Module):
@@ -145,7 +145,7 @@ def test_tables_that_a_module_remembers_are_computed_in_code_that_is_written_ane
     whole = {"0": "layer norm mixes channels", "3": OUTPUT}
     done = cut(model, inputs, {"2.qk": 4, "2.proj": 8}, whole)
     assert model[2].table.shape == (1, 1)
-    assert list(done.graph.rewired) == ["2"]
+    assert list(done.graph.rewritten) == ["2"]
 
 
 class OneKey(nn.Module):
@@ -195,7 +195,7 @@ class Marked(nn.Module):
 @pytest.mark.parametrize("how", ["slice", "view", "add"])
 def test_zeros_that_are_overwritten_in_part_keep_their_channels(how: str) -> None:
     graph = pp.trace(around(6, 6, Marked(how)), images().float())
-    assert not graph.open
+    assert not graph.prunable
     assert "meets a tensor that is no parameter" in graph.groups["0.0"].reason
 
 
@@ -269,7 +269,7 @@ def test_windows_of_channels_stay_whole() -> None:
             return x.unfold(1, 2, 1).amax(-1)
 
     graph = pp.trace(around(6, 5, Slides()), images().float())
-    assert not graph.open and "windows of channels" in graph.groups["0.0"].reason
+    assert not graph.prunable and "windows of channels" in graph.groups["0.0"].reason
 
 
 class Watches(nn.Module):
@@ -293,7 +293,7 @@ class Watches(nn.Module):
 def test_hooks_that_a_model_puts_in_as_it_runs_are_there_once() -> None:
     model = randomise(Watches()).double()
     graph = pp.trace(model, images())
-    assert graph.open["body"].size == 8
+    assert graph.prunable["body"].size == 8
     assert not model.watching and not model.body._forward_hooks
     model(images())
     assert len(model.body._forward_hooks) == 1

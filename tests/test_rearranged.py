@@ -215,7 +215,7 @@ def checked(name: str) -> tuple[nn.Module, Tensor, Tensor]:
 def test_rearranged_channels_are_prunable_and_cut_exactly(name: str) -> None:
     net, x, more = checked(name)
     graph = pp.trace(net, x)
-    assert {key: group.size for key, group in graph.open.items()} == CASES[name][1]
+    assert {key: group.size for key, group in graph.prunable.items()} == CASES[name][1]
     assert cut_error(net, graph, (x,), (more,)) < 1e-10
 
 
@@ -263,9 +263,9 @@ def test_norms_over_places_and_channels_are_weighted(
         return nn.Sequential(nn.Linear(6, 8), norm(), nn.Linear(8, 3))
 
     net, x, more = make().double().eval(), IMAGES.double(), MORE_IMAGES.double()
-    assert not pp.trace(net, x).open
+    assert not pp.trace(net, x).prunable
     graph = pp.trace(net, x, norms=True)
-    assert {name: group.size for name, group in graph.open.items()} == {"0": 8}
+    assert {name: group.size for name, group in graph.prunable.items()} == {"0": 8}
     assert cut_error(net, graph, (x,), (more,)) < 1e-10
     small = pruned(make, IMAGES, MORE_IMAGES, tmp_path, norms=True)
     assert small.get_submodule("1").normalized_shape == (6, small.get_submodule("0").out_features)
@@ -274,5 +274,5 @@ def test_norms_over_places_and_channels_are_weighted(
 def test_norms_over_channels_and_space_are_weighted() -> None:
     net = nn.Sequential(nn.Conv2d(4, 8, 1), nn.LayerNorm((8, 6, 6)), nn.Conv2d(8, 3, 1)).double()
     graph = pp.trace(net.eval(), IMAGES.double(), norms=True)
-    assert {name: group.size for name, group in graph.open.items()} == {"0": 8}
+    assert {name: group.size for name, group in graph.prunable.items()} == {"0": 8}
     assert cut_error(net, graph, (IMAGES.double(),), (MORE_IMAGES.double(),)) < 1e-10

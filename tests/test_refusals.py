@@ -56,7 +56,7 @@ class Scaled(nn.Module):
 def test_dim_arguments_on_a_tensor_without_axes_are_followed(name: str) -> None:
     net, x = Scaled(SCALARS[name]).double().eval(), torch.randn(2, 5).double()
     graph = pp.trace(net, x)
-    assert graph.open["first"].size == 8
+    assert graph.prunable["first"].size == 8
     if name not in ("var", "std"):  # NaN, of one element
         assert cut_error(net, graph, (x,)) < 1e-10
 
@@ -109,7 +109,7 @@ def test_re_emitted_code_may_compute_any_argument(name: str) -> None:
     prunable, reform = REFORMS[name]
     net, x = Reordered(reform).double().eval(), torch.randn(2, 5).double()
     graph = pp.trace(net, x)
-    assert sum(group.size for group in graph.open.values()) == prunable
+    assert sum(group.size for group in graph.prunable.values()) == prunable
     assert prunable or graph.groups["first"].reason
     assert cut_error(net, graph, (x,), (torch.randn(3, 5).double(),)) < 1e-10
 
@@ -141,7 +141,7 @@ class Between(nn.Module):
 def test_an_axis_that_is_squeezed_keeps_two_channels(name: str) -> None:
     net, x = Between(SQUEEZES[name]).double().eval(), torch.randn(2, 5).double()
     graph = pp.trace(net, x)
-    assert (graph.open["first"].size, graph.open["first"].minimum) == (4, 2)
+    assert (graph.prunable["first"].size, graph.prunable["first"].minimum) == (4, 2)
     assert any("squeeze would take away an axis" in note for note in graph.notes)
     assert cut_error(net, graph, (x,), (torch.randn(3, 5).double(),)) < 1e-10
     with pytest.raises(pp.PruneError, match="at least 2 must stay"):
@@ -156,7 +156,7 @@ def test_an_axis_that_stays_wide_when_squeezed_may_lose_all_but_one_channel() ->
     net = nn.Sequential(nn.Conv1d(2, 4, 3), Flat(), nn.Linear(12, 3)).double().eval()
     x = torch.randn(2, 2, 5).double()
     graph = pp.trace(net, x)
-    assert (graph.open["0"].size, graph.open["0"].minimum) == (4, 1)
+    assert (graph.prunable["0"].size, graph.prunable["0"].minimum) == (4, 1)
     assert cut_error(net, graph, (x,)) < 1e-10
 
 
@@ -180,7 +180,7 @@ def test_an_unbiased_variance_keeps_two_channels(unbiased: bool, least: int) -> 
 
     net = nn.Sequential(nn.Linear(5, 6), Norm(), nn.Linear(6, 3)).double().eval()
     graph = pp.trace(net, torch.randn(2, 5).double(), norms=True)
-    assert (graph.open["0"].size, graph.open["0"].minimum) == (6, least)
+    assert (graph.prunable["0"].size, graph.prunable["0"].minimum) == (6, least)
     assert cut_error(net, graph, (torch.randn(2, 5).double(),)) < 1e-10
 
 
@@ -204,7 +204,7 @@ class Recurrent(nn.Module):
 def test_an_lstm_keeps_more_hidden_units_than_projections(body: Any, width: int) -> None:
     net, x = Recurrent(body(), width).double().eval(), torch.randn(2, 4, 5).double()
     graph = pp.trace(net, x)
-    assert {name: (g.size, g.minimum) for name, g in graph.open.items()} == {
+    assert {name: (g.size, g.minimum) for name, g in graph.prunable.items()} == {
         "first": (6, 1), "body": (8, 5), "body#2": (4, 1),
     }  # fmt: skip
     assert cut_error(net, graph, (x,), (torch.randn(3, 7, 5).double(),)) < 1e-10
@@ -228,7 +228,7 @@ def test_attention_whose_answer_holds_none_is_followed_in_re_emitted_code(
 
     net, x = Attends().double().eval(), torch.randn(2, 4, 5).double()
     graph = pp.trace(net, x)
-    assert {name: group.size for name, group in graph.open.items()} == {
+    assert {name: group.size for name, group in graph.prunable.items()} == {
         "first": 16, "attend": 4, "attend.out_proj": 16,
     }  # fmt: skip
     assert cut_error(net, graph, (x,), (torch.randn(3, 6, 5).double(),)) < 1e-10
@@ -272,11 +272,11 @@ class Gated(nn.Module):
 def test_a_refusal_says_what_norms_would_open(norm: Any, width: int, opens: int) -> None:
     net, x = nn.Sequential(nn.Linear(5, 12), norm(), nn.Linear(width, 3)), torch.randn(2, 4, 5)
     graph = pp.trace(net, x)
-    assert not graph.open and graph.with_norms == opens
+    assert not graph.prunable and graph.with_norms == opens
     assert f"note: norms=True may open {opens} more channels" in str(graph)
     with pytest.raises(pp.PruneError, match=f"norms=True may open {opens} channels"):
         pp.Pruner(net, x, macs=0.5, steps=10)
-    assert sum(group.size for group in pp.trace(net, x, norms=True).open.values()) == opens
+    assert sum(group.size for group in pp.trace(net, x, norms=True).prunable.values()) == opens
 
 
 def test_norms_are_not_named_where_they_open_nothing() -> None:

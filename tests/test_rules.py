@@ -63,7 +63,7 @@ def test_taught_operation_is_cut_exactly(swish: dict[str, Any], overload: bool) 
     net, x = doubled(swish["net"]), images(2, 3, 9, 9)
     taught = torch.ops.my.swish.default if overload else torch.ops.my.swish
     graph = pp.trace(net, x, rules={taught: swish["per_channel"]})
-    assert set(graph.open) == {"0", "2"}
+    assert set(graph.prunable) == {"0", "2"}
     this = cut_at_random(net, graph, (x,))
     assert len(this.small[1].gain) == this.small[0].out_channels == len(this.plan["0"])
     assert torch.equal(this.small[1].gain, net[1].gain[this.plan["0"]])
@@ -124,7 +124,7 @@ def test_rule_that_forgets_an_operand_is_found_out(swish: dict[str, Any]) -> Non
 
     net = nn.Sequential(*swish["net"][:3]).double()
     graph = pp.trace(net, images(2, 3, 9, 9), rules={torch.ops.my.swish: forgetful})
-    assert graph.open == {}
+    assert graph.prunable == {}
     assert "the model's code does not follow" in graph.groups["0"].reason
 
 
@@ -137,7 +137,7 @@ def test_rule_that_freezes_says_why() -> None:
     net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 2))
     graph = pp.trace(net, torch.randn(4, 3), rules={torch.ops.aten.relu: whole})
     assert graph.groups["0"].reason.startswith("I say so in 1 (test_rules.py:")
-    assert set(graph.open) == {"2"}
+    assert set(graph.prunable) == {"2"}
 
 
 def test_contraction_of_the_user_is_a_place_for_a_gate() -> None:
@@ -156,7 +156,7 @@ def test_contraction_of_the_user_is_a_place_for_a_gate() -> None:
 
 def test_rule_that_takes_mixed_channels_for_separate_ones_is_found_out() -> None:
     graph = run_block(2)["graph"]
-    assert graph.open == {}
+    assert graph.prunable == {}
     assert graph.unknown == {}
 
 

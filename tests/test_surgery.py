@@ -40,13 +40,13 @@ def some_plan(graph: Graph, seed: int = 0) -> Plan:
     generator = torch.Generator().manual_seed(seed)
     return {
         name: sorted(torch.randperm(g.size, generator=generator)[: max(1, g.size // 2)].tolist())
-        for name, g in graph.open.items()
+        for name, g in graph.prunable.items()
     }
 
 
 def closed_plan(graph: Graph) -> Plan:
     half = some_plan(graph)
-    return {name: half[name] if group.minimum else [] for name, group in graph.open.items()}
+    return {name: half[name] if group.minimum else [] for name, group in graph.prunable.items()}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def test_empty_plan_gives_an_equal_copy() -> None:
 def magnitude_plan(model: nn.Module, graph: Graph) -> Plan:
     """Half of every group, the largest by the weights of the layer that names it."""
     plan = {}
-    for name, group in graph.open.items():
+    for name, group in graph.prunable.items():
         size = model.get_submodule(name).weight.detach().flatten(1).norm(dim=1)
         assert len(size) == group.size
         plan[name] = sorted(size.argsort(descending=True)[: group.size // 2].tolist())
@@ -136,7 +136,7 @@ def test_shrunk_model_equals_the_model_that_does_not_read_the_dropped_channels(k
     plan = magnitude_plan(model, graph) if kind == "magnitude" else some_plan(graph)
     dropped = {
         layer: [k for k in range(graph.groups[name].size) if k not in plan[name]]
-        for name in graph.open
+        for name in graph.prunable
         for layer in graph.groups[name].consumers
     }
     masked = silence(model, dropped)
@@ -283,7 +283,9 @@ def test_closed_block_keeps_the_modules_that_its_forward_does_not_call() -> None
     graph = pp.trace(model, x)
     small = pp.shrink(model, graph, {"1.inner.0": []})
     assert torch.equal(small[1].extra.weight, model[1].extra.weight)
-    widths = torch.tensor([0 if name == "1.inner.0" else g.size for name, g in graph.open.items()])
+    widths = torch.tensor(
+        [0 if name == "1.inner.0" else g.size for name, g in graph.prunable.items()]
+    )
     assert counted(small, (x,))["params"] == graph.cost.at(widths)["params"]
 
 
@@ -348,7 +350,7 @@ def test_plan_survives_json() -> None:
     pruner.step()
     plan = pruner.plan()
     assert json.loads(json.dumps(plan)) == plan
-    assert set(plan) == set(pruner.graph.open)
+    assert set(plan) == set(pruner.graph.prunable)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -153,7 +153,7 @@ def test_what_forward_remembers_is_never_symbolic() -> None:
 
     model = around(Remembers())
     graph = pp.trace(model, images(2, 3, 8, 8))
-    assert not graph.rewired and graph.groups["0.0"].frozen  # somebody may look at it
+    assert not graph.rewritten and graph.groups["0.0"].frozen  # somebody may look at it
     assert model[1].last is None or isinstance(model[1].last, Tensor)
 
 
@@ -234,7 +234,7 @@ def test_cost_at_full_width_is_what_torch_counts(name: str, traced: Any) -> None
 def some_plan(graph: Graph, rng: random.Random, least: int = 1) -> dict[str, list[int]]:
     return {
         name: sorted(rng.sample(range(group.size), rng.randint(least, group.size)))
-        for name, group in graph.open.items()
+        for name, group in graph.prunable.items()
     }
 
 
@@ -312,9 +312,9 @@ def test_cost_of_a_small_net_is_the_one_worked_out_by_hand() -> None:
 )
 def test_keep_holds_exactly_what_it_names(patterns: list[str], kept: set[str]) -> None:
     model, inputs = NETS["residual_projection"]()
-    everything = set(pp.trace(model, inputs).open)
+    everything = set(pp.trace(model, inputs).prunable)
     graph = pp.trace(model, inputs, keep=patterns)
-    assert set(graph.open) == everything - kept
+    assert set(graph.prunable) == everything - kept
     for name in kept:
         assert graph.groups[name].reason.startswith("kept whole by keep=")
 
@@ -322,7 +322,7 @@ def test_keep_holds_exactly_what_it_names(patterns: list[str], kept: set[str]) -
 def test_keep_of_everything_leaves_the_model_as_it_is() -> None:
     model, inputs = NETS["conv_bn_relu"]()
     graph = pp.trace(model, inputs, keep=["*"])
-    assert graph.open == {}
+    assert graph.prunable == {}
     small = pp.shrink(model, graph, {})
     assert counted(small, inputs) == counted(model, inputs)
 
@@ -365,14 +365,14 @@ def test_unknown_operation_freezes_what_it_touches_and_says_so() -> None:
     assert list(graph.unknown) == ["polarprune_test.mystery.default"]
     assert line_of_the_call() in graph.unknown["polarprune_test.mystery.default"]
     assert "unknown operation: polarprune_test.mystery.default in 1" in str(graph)
-    assert set(graph.open) == {"2.0"}
+    assert set(graph.prunable) == {"2.0"}
 
 
 def test_rule_of_the_user_opens_an_unknown_operation() -> None:
     model, inputs = around(Apply(call_mystery)).eval(), images(2, 3, 8, 8)
     rules = {torch.ops.polarprune_test.mystery.default: pointwise}
     graph = pp.trace(model, inputs, rules=rules)
-    assert set(graph.open) == {"0.0", "2.0"}
+    assert set(graph.prunable) == {"0.0", "2.0"}
     assert graph.unknown == {}
     small = pp.shrink(model, graph, {"0.0": [1, 5], "2.0": [0]})
     assert small[0][0].out_channels == 2
@@ -386,7 +386,7 @@ def test_wrong_rule_of_the_user_is_found_out() -> None:
     graph = pp.trace(around(mixing).eval(), images(2, 3, 8, 8), rules=rules)
     assert graph.groups["0.0"].frozen
     assert "differs by" in graph.groups["0.0"].reason
-    assert set(graph.open) == {"2.0"}
+    assert set(graph.prunable) == {"2.0"}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -412,7 +412,7 @@ def test_mixed_channels_stay_whole_with_the_reason(middle: nn.Module, reason: st
     assert graph.groups["0.0"].frozen
     assert reason in graph.groups["0.0"].reason
     assert "test_trace.py:" in graph.groups["0.0"].reason
-    assert set(graph.open) == {"2.0"}
+    assert set(graph.prunable) == {"2.0"}
 
 
 @pytest.mark.parametrize(
@@ -422,7 +422,7 @@ def test_mixed_channels_stay_whole_with_the_reason(middle: nn.Module, reason: st
 )
 def test_reduction_over_other_axes_leaves_channels_open(middle: nn.Module) -> None:
     graph = pp.trace(around(middle).eval(), images(2, 3, 8, 8))
-    assert set(graph.open) == {"0.0", "2.0"}
+    assert set(graph.prunable) == {"0.0", "2.0"}
 
 
 def test_output_stays_whole() -> None:
@@ -457,7 +457,7 @@ class Boxed(nn.Module):
 )
 def test_output_is_found_inside_objects(pack: Callable[[Tensor, Tensor], Any]) -> None:
     graph = pp.trace(Boxed(pack), images(2, 3, 8, 8))
-    assert graph.open == {}
+    assert graph.prunable == {}
     assert {group.reason for group in graph.groups.values()} == {"part of the model's output"}
 
 
@@ -476,7 +476,7 @@ def test_channels_of_the_input_belong_to_no_group() -> None:
 
 
 def minima(graph: Graph) -> dict[str, int]:
-    return {name: group.minimum for name, group in graph.open.items()}
+    return {name: group.minimum for name, group in graph.prunable.items()}
 
 
 def test_group_that_would_cut_the_net_keeps_a_channel(traced: Any) -> None:
@@ -507,7 +507,7 @@ def test_every_output_is_reached(traced: Any) -> None:
 def test_input_still_reaches_every_output_when_all_that_may_close_has_closed(traced: Any) -> None:
     for name in ("inverted_residual", "unet_transpose", "inception", "densenet_list", "c2f_split"):
         model, inputs, graph = traced(name)
-        plan = {g: list(range(group.minimum)) for g, group in graph.open.items()}
+        plan = {g: list(range(group.minimum)) for g, group in graph.prunable.items()}
         small = pp.shrink(model, graph, plan).train()
         (x,) = (x.clone().requires_grad_() for x in inputs)
         small(x).square().sum().backward()
@@ -534,7 +534,7 @@ def test_model_that_cannot_run_in_train_mode_is_followed_in_eval_mode_with_a_not
             return self.body(x)
 
     graph = pp.trace(EvalOnly(), images(2, 3, 8, 8))
-    assert set(graph.open) == {"body.0.0", "body.2.0"}
+    assert set(graph.prunable) == {"body.0.0", "body.2.0"}
     assert len(graph.notes) == 1
     assert "eval mode only" in graph.notes[0] and "targets are missing" in graph.notes[0]
 
@@ -558,7 +558,7 @@ def test_large_model_on_the_meta_device_is_traced_without_data() -> None:
         model = nn.Sequential(*(nn.Linear(4_000, 4_000) for _ in range(3)))
     graph = pp.trace(model, torch.empty(1, 4_000, device="meta"))
     assert graph.cost.original()["params"] == 3 * (4_000**2 + 4_000)
-    assert [group.size for group in graph.open.values()] == [4_000, 4_000]
+    assert [group.size for group in graph.prunable.values()] == [4_000, 4_000]
 
 
 def test_default_device_of_the_user_does_not_matter() -> None:
@@ -591,7 +591,7 @@ def test_parameters_of_the_root_have_a_name_and_keep_the_net_together() -> None:
             return torch.relu(x @ self.first.T) @ self.second.T
 
     graph = pp.trace(Functional(), images(4, 6))
-    (group,) = graph.open.values()
+    (group,) = graph.prunable.values()
     assert group.size == 8
     assert group.minimum == 1
     assert group.name
@@ -655,8 +655,8 @@ def test_weights_that_start_at_zero_do_not_hide_a_wrong_cut() -> None:
     model, inputs = around(BasicBlock(8, 8)).eval(), images(2, 3, 8, 8)
     nn.init.zeros_(model[1].bn2.weight)
     graph = pp.trace(model, inputs)
-    assert {"0.0", "1.conv1"} <= set(graph.open)
-    plan = {name: list(range(group.size // 2)) for name, group in graph.open.items()}
+    assert {"0.0", "1.conv1"} <= set(graph.prunable)
+    plan = {name: list(range(group.size // 2)) for name, group in graph.prunable.items()}
     masked = copy.deepcopy(model)
     with torch.no_grad():
         nn.init.ones_(masked[1].bn2.weight)

@@ -56,7 +56,7 @@ def test_they_freeze_channels_if_the_code_cannot_be_re_emitted(body: Any) -> Non
         return body(net, h)
 
     graph = checked(unwritable)
-    assert "a" not in graph.open
+    assert "a" not in graph.prunable
     assert "computed" in graph.groups["a"].reason
 
 
@@ -116,7 +116,7 @@ DRAWS = {
 @pytest.mark.parametrize("draw", DRAWS)
 def test_numbers_drawn_with_a_seed_are_a_fixed_vector(draw: str) -> None:
     graph = checked(lambda net, h: net.rest(h * DRAWS[draw](h)))
-    assert list(graph.open) == ["b"]
+    assert list(graph.prunable) == ["b"]
     assert "in model (test_unreturned.py" in reasons(graph)
 
 
@@ -178,7 +178,7 @@ KEEPS = [store, store_in_a_list, throw_away, of_fixed_size]
 def test_what_is_not_returned_runs_on_after_a_cut(keep: Any) -> None:
     model = Auxiliary(keep)
     graph = pp.trace(model, images(4, 8))
-    assert {"a", "b", "side"} <= graph.open.keys() and "mix" not in graph.open
+    assert {"a", "b", "side"} <= graph.prunable.keys() and "mix" not in graph.prunable
     assert worst(model, graph, images(4, 8), *OTHERS) < 1e-12
 
 
@@ -200,7 +200,7 @@ def test_an_unread_branch_with_fixed_sizes_runs_on_other_batches() -> None:
 def test_what_is_stored_is_the_same_after_a_cut() -> None:
     model = Auxiliary(store)
     graph = pp.trace(model, images(4, 8))
-    plan = {name: list(range(1, group.size, 2)) for name, group in graph.open.items()}
+    plan = {name: list(range(1, group.size, 2)) for name, group in graph.prunable.items()}
     small = pp.shrink(model, graph, plan)
     for name, kept in plan.items():
         for reader in graph.groups[name].consumers:
@@ -221,7 +221,7 @@ def test_channels_that_are_stored_without_being_returned_are_frozen() -> None:
             return found
 
     graph = pp.trace(Stored(store), images(4, 8))
-    assert list(graph.open) == ["a"]
+    assert list(graph.prunable) == ["a"]
     assert "not returned" in graph.groups["b"].reason
 
 
@@ -242,7 +242,7 @@ def test_weights_of_heads_that_attention_throws_away_freeze_nothing() -> None:
 def test_closing_what_follows_takes_no_group_below_its_minimum() -> None:
     model = Auxiliary(throw_away)
     graph = pp.trace(model, images(4, 8))
-    for group in graph.open.values():
+    for group in graph.prunable.values():
         group.minimum = 1
     alive = graph.alive({"side": [3]})
     alive[graph.groups["side"].offset + 3] = False  # what reads b there is closed

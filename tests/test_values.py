@@ -124,7 +124,7 @@ def test_the_way_is_the_one_that_values_lead(name: str) -> None:
     assert "two" in {module for group in graph.groups.values() for module in group.consumers}
     if name not in UNSEEN:
         assert graph.groups["one"].frozen
-    assert graph.open["three"].size == 6
+    assert graph.prunable["three"].size == 6
 
 
 class Chosen(nn.Module):
@@ -247,7 +247,7 @@ class Pooled(nn.Module):
 def test_integers_of_the_example_are_known_without_products() -> None:
     graph = pp.trace(Pooled(), torch.arange(18).reshape(2, 9) % 9)
     assert [tape.computed for tape in graph.tapes] == [False, False]
-    assert [group.size for group in graph.open.values()] == [8, 8]
+    assert [group.size for group in graph.prunable.values()] == [8, 8]
 
 
 def test_indices_of_a_pool_that_are_read_are_computed() -> None:

@@ -310,7 +310,7 @@ def test_a_branch_of_the_pyramid_can_vanish(deeplab: nn.Module) -> None:
     graph = pp.trace(deeplab, x)
     whole = {name for name, group in graph.groups.items() if group.frozen}
     assert whole == {"classes"}
-    plan = {name: list(range(group.size)) for name, group in graph.open.items()}
+    plan = {name: list(range(group.size)) for name, group in graph.prunable.items()}
     plan |= {"pyramid.ways.3.0": [], "pyramid.ways.2.0": [3, 77]}
     small: Any = pp.shrink(deeplab, graph, plan)
     with torch.no_grad():

@@ -71,7 +71,7 @@ def test_the_way_that_was_trained_is_taken(name: str) -> None:
     model = Body2d(DECISIONS[name])
     graph = pp.trace(model, images(2, 8))
     assert worst(model, graph, images(2, 8), *OTHERS) < 1e-9
-    assert graph.groups["a"].size == 16 and "a" in graph.open, reasons(graph)
+    assert graph.groups["a"].size == 16 and "a" in graph.prunable, reasons(graph)
 
 
 @pytest.mark.parametrize("name", DECISIONS)
@@ -85,7 +85,7 @@ def test_code_that_cannot_be_re_emitted_freezes_what_it_compares(name: str) -> N
 
     model = Body2d(body)
     graph = pp.trace(model, images(2, 8))
-    assert "a" not in graph.open
+    assert "a" not in graph.prunable
     assert worst(model, graph, images(2, 8), *OTHERS) < 1e-9
 
 
@@ -116,7 +116,7 @@ def test_checks_that_hold_after_any_cut_change_nothing(name: str) -> None:
         return net.rest(h)
 
     graph = pp.trace(Body2d(body), images(2, 8))
-    assert "a" in graph.open and not graph.rewired
+    assert "a" in graph.prunable and not graph.rewritten
 
 
 def test_tracing_leaves_no_watched_numbers_behind() -> None:

@@ -81,7 +81,7 @@ def test_embeddings_are_pruned(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = MAKERS[name]().double(), torch.randint(0, 50, (3, 9))
     pruner = pp.Pruner(model, x, macs=0.5, steps=80)
-    tables = {path: group.size for path, group in pruner.graph.open.items() if path in TABLES}
+    tables = {path: group.size for path, group in pruner.graph.prunable.items() if path in TABLES}
     assert tables and tables == {path: TABLES[path] for path in tables}
     small = trained(pruner, lambda: torch.randint(0, 50, (8, 9)))
     y = torch.randint(0, 50, (5, 11))
@@ -103,7 +103,7 @@ def test_a_table_that_is_read_as_a_product_stays_whole() -> None:
             return found
 
     graph = pp.trace(Product(), torch.randint(0, 50, (3, 9)))
-    assert not graph.open
+    assert not graph.prunable
     assert any("sum mixes channels" in group.reason for group in graph.groups.values())
 
 
@@ -141,7 +141,7 @@ def test_recurrent_layers_are_pruned(
     torch.manual_seed(0)
     model, x = Steps(kind, **options).to(dtype), torch.randint(0, 50, (3, 5))
     pruner = pp.Pruner(model, x, macs=0.5, steps=60)
-    assert {name: group.size for name, group in pruner.graph.open.items()} == {
+    assert {name: group.size for name, group in pruner.graph.prunable.items()} == {
         "words": 16, "steps": 12,
     }  # fmt: skip
     small = trained(pruner, lambda: torch.randint(0, 50, (8, 5)))

@@ -115,8 +115,8 @@ def _check(program: Program, settings: Settings, counts: Counter[str]) -> None:
     example = inputs(program, 1)
     _runs(program, example)
     graph = _traced(program, example, settings)
-    counts["prunable"] += bool(graph.open)
-    if graph.open:
+    counts["prunable"] += bool(graph.prunable)
+    if graph.prunable:
         _plans(program, graph, settings, counts)
     _training(program, example, settings, counts)
 
@@ -226,7 +226,7 @@ def _plain(model: nn.Module) -> dict[str, Any]:
 
 def _plan(graph: Graph, draw: random.Random) -> Plan:
     plan = {}
-    for name, group in graph.open.items():
+    for name, group in graph.prunable.items():
         least = group.minimum if draw.random() < 0.15 else max(1, group.minimum)
         most = group.size if draw.random() < 0.7 else least
         kept = draw.randint(least, max(least, most))

@@ -14,22 +14,22 @@ from typing import Any
 from torch import nn
 
 from ..channels.connectivity import hold_heads, hold_spine
-from ..channels.graph import WHOLE, Graph, Place, module_of
+from ..channels.graph import FROZEN, Graph, Location, module_of
 from ..channels.grouping import build, follow
 from ..channels.labels import Labels
 from ..channels.propagation import AtLeast, Flow, Rule
 from ..channels.rules.table import by_tag
 from ..cost.resources import measure
 from ..errors import PruneError
-from ..rewriting.capture import captured
-from ..rewriting.emission import Emission
+from ..rewriting.capture import capture_all
+from ..rewriting.captured_forward import CapturedForward
 from ..rewriting.resize import shim
 from ..rewriting.weighted_norms import weights_in
 from ..tracing.recorder import record
 from ..tracing.tape import Example, Tape, named_tensors, on_host
 
 
-class Look:
+class Inspection:
     """One look at the model; repeated when something has to be treated differently."""
 
     def __init__(
@@ -42,11 +42,11 @@ class Look:
     ) -> None:
         self.model, self.example, self.keep, self.rules = model, example, keep, rules
         self.norms = norms
-        self.norm_code: dict[str, Emission] = {}  # modules that take means over channels
+        self.norm_code: dict[str, CapturedForward] = {}  # modules that take means over channels
         self.mixing: set[str] = set()  # those whose means cannot be weighted
         self.modules = dict(model.named_modules())
-        self.rewired: dict[str, Emission] = {}
-        self.numbers: dict[str, dict[str, Place]] = {}  # attributes that follow a width
+        self.rewritten: dict[str, CapturedForward] = {}
+        self.size_attributes: dict[str, dict[str, Location]] = {}  # attributes that follow a width
         self.held: dict[str, str] = {}  # group -> why it stays whole
         self.minimum: dict[str, str] = {}  # group -> why it cannot close entirely
         self.seeds: set[int] = {1, 2}  # of the plans that are tried
@@ -61,7 +61,7 @@ class Look:
             graph = self._look()
             unknown = {item.op.module for item in graph.statistics} - self.norm_code.keys()
             if unknown:
-                found = captured(self.model, self.example, sorted(unknown))
+                found = capture_all(self.model, self.example, sorted(unknown))
                 self.norm_code.update(found)
                 self.mixing |= unknown - found.keys()
                 self._tapes = []
@@ -72,15 +72,15 @@ class Look:
         """Find the means in the code of their modules; True if some cannot be weighted."""
         before = len(self.mixing)
         for path in dict.fromkeys(item.op.module for item in graph.statistics):
-            emission = self.rewired.get(path) or self.norm_code[path]
-            weights = weights_in(graph, path, emission)
+            captured = self.rewritten.get(path) or self.norm_code[path]
+            weights = weights_in(graph, path, captured)
             if weights is None or "forward" in vars(self.modules[path]):  # could not be put back
                 self.mixing.add(path)
             else:
                 graph.weights[path], graph.weighted[path] = weights
         names = graph.owners
         for units in graph.weights.values():
-            for name in {names[unit] for unit in units.tolist() if unit != WHOLE}:
+            for name in {names[unit] for unit in units.tolist() if unit != FROZEN}:
                 graph.groups[name].minimum = max(1, graph.groups[name].minimum)
         return len(self.mixing) > before
 
@@ -88,8 +88,8 @@ class Look:
         tapes = self._tapes or self._record()
         with on_host():
             graph = build(tapes, self._followed(tapes), self.held)
-            graph.rewired = dict(self.rewired)
-            graph.numbers = self.following()
+            graph.rewritten = dict(self.rewritten)
+            graph.size_attributes = self.following()
             graph.notes += [*self.notes, *(f"{g}: {why}" for g, why in self.minimum.items())]
             hold_spine(graph)
             hold_heads(graph)
@@ -129,8 +129,8 @@ class Look:
                         flow.at_least.append(AtLeast(layer, 1, module.proj_size + 1, why))
 
     def _record(self) -> list[Tape]:
-        code = {**self.norm_code, **self.rewired}
-        shims = {path: partial(shim, emission=emission) for path, emission in code.items()}
+        code = {**self.norm_code, **self.rewritten}
+        shims = {path: partial(shim, captured=captured) for path, captured in code.items()}
         self._tapes = [record(self.model, self.example, training=False, shims=shims)]
         self.notes = []
         try:
@@ -139,25 +139,27 @@ class Look:
             self.notes = [f"followed in eval mode only; train mode did not run: {error}"]
         return self._tapes
 
-    def rewire(self, paths: Iterable[str]) -> bool:
+    def rewrite(self, paths: Iterable[str]) -> bool:
         """Have these modules re-emitted; False if none of them can be."""
         wanted = [
             path
             for path in dict.fromkeys(paths)
-            if path not in self.rewired and path not in self._hopeless
+            if path not in self.rewritten and path not in self._hopeless
             and not type(self.modules[path]).__module__.startswith("torch.nn.")
         ]  # fmt: skip
-        found = captured(self.model, self.example, wanted)
+        found = capture_all(self.model, self.example, wanted)
         self._hopeless |= set(wanted) - found.keys()
-        self.set_rewired({**self.rewired, **found})
+        self.set_rewritten({**self.rewritten, **found})
         return bool(found)
 
-    def set_rewired(self, rewired: dict[str, Emission]) -> None:
-        self.rewired, self._tapes = rewired, []
+    def set_rewritten(self, rewritten: dict[str, CapturedForward]) -> None:
+        self.rewritten, self._tapes = rewritten, []
 
-    def following(self) -> dict[str, dict[str, Place]]:
+    def following(self) -> dict[str, dict[str, Location]]:
         """Attributes that follow a width; re-emitted code does not read them."""
-        return {path: mine for path, mine in self.numbers.items() if path not in self.rewired}
+        return {
+            path: mine for path, mine in self.size_attributes.items() if path not in self.rewritten
+        }
 
     def like(self, path: str) -> list[str]:
         """All modules of the same class."""

@@ -25,7 +25,7 @@ from ..surgery.other_inputs import fresh_inputs
 from ..surgery.proof import StaysDouble, in_double, prove_equal
 from ..surgery.recipe import Recipe
 from ..tracing.recorder import attempt, record
-from ..tracing.tape import Example, Op, Tape, Value, copied
+from ..tracing.tape import Example, Op, Tape, Value, copy_model
 
 _TOLERANCE = 1e-8  # in float64, where a right cut differs by 1e-15 and a wrong one by 1e-3
 _SINGLE = 1e-4  # in float32
@@ -55,16 +55,16 @@ class Trial:
         self._double: tuple[nn.Module, Example, bool] | None = None
 
     def cut(
-        self, graph: Graph, plan: Plan, *, numbers: bool = False, mode: int | None = None
+        self, graph: Graph, plan: Plan, *, compare_outputs: bool = False, mode: int | None = None
     ) -> Deviation | None:
         """What is wrong with this cut, if anything.
 
-        `numbers`: compare outputs too, on a copy with random weights in float64.
+        `compare_outputs`: compare outputs too, on a copy with random weights in float64.
         `mode`: run in eval (0) or train mode (1) only, if the model does the same in both.
         """
         recipe = write_recipe(self.model, graph, plan)
         found = self._structure(graph, plan, recipe, mode if _modes_alike(graph) else None)
-        if self._is_meta() or (found is None and not numbers):
+        if self._is_meta() or (found is None and not compare_outputs):
             return found
         if found and not (found.ran and found.excusable):
             return found
@@ -106,7 +106,7 @@ class Trial:
     ) -> Deviation | None:
         """The same by outputs; `found` says where, if these differ."""
         model, example, double = self._in_double()
-        masked = copied(model)
+        masked = copy_model(model)
         fold(masked, graph, graph.alive(plan).double())
         try:
             small = cut_copy(masked, recipe)
@@ -125,7 +125,7 @@ class Trial:
                     record(model, example, training=False)
                 self._double = model, example, True
             except PruneError:  # code that insists on float32
-                self._double = copied(self.model), self.example, False
+                self._double = copy_model(self.model), self.example, False
             _shake(self._double[0])
         return self._double
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 
-from ..channels.graph import WHOLE, Graph, Plan
+from ..channels.graph import FROZEN, Graph, Plan
 from ..surgery.apply import write_recipe
 from ..surgery.recipe import Recipe
 from ..tracing.watched_sizes import AttributeOf, Decision, Expression, Leaf, SizeOf
@@ -80,7 +80,7 @@ class WidthReader:
             )  # fmt: skip
             units.update(unit for layer in layers for unit in layer.unique().tolist())
         owners = self.graph.owners
-        return list(dict.fromkeys(owners[unit] for unit in sorted(units - {WHOLE})))
+        return list(dict.fromkeys(owners[unit] for unit in sorted(units - {FROZEN})))
 
 
 def _as_traced(leaf: Leaf) -> int:

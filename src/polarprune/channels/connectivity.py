@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from ..tracing.tape import Op, Tape, Value
-from .graph import WHOLE, Graph
+from .graph import FROZEN, Graph
 
 Way = frozenset[str]
 
@@ -70,7 +70,7 @@ def hold_heads(graph: Graph) -> None:
     names = graph.owners
     for item in graph.contractions:
         if "scaled_dot_product" in item.op.name:
-            for unit in {unit for units in item.factors for unit in units.tolist()} - {WHOLE}:
+            for unit in {unit for units in item.factors for unit in units.tolist()} - {FROZEN}:
                 group = graph.groups[names[unit]]
                 group.minimum = max(1, group.minimum)
 
@@ -79,8 +79,8 @@ class _Options:
     """The groups that can carry a signal in a tensor; "" stands for channels that stay."""
 
     def __init__(self, graph: Graph) -> None:
-        sizes = torch.tensor([group.size for group in graph.open.values()], dtype=torch.long)
-        self.graph, self.names = graph, [*graph.open, ""]  # the last stands for what stays
+        sizes = torch.tensor([group.size for group in graph.prunable.values()], dtype=torch.long)
+        self.graph, self.names = graph, [*graph.prunable, ""]  # the last stands for what stays
         owner = torch.arange(len(sizes)).repeat_interleave(sizes)
         self.owner = torch.cat([owner, torch.tensor([len(sizes)])])
         self.known: dict[int, list[str]] = {}

@@ -23,12 +23,12 @@ from .propagation import Contraction, Statistic
 
 if TYPE_CHECKING:
     from ..cost.resources import Cost
-    from ..rewriting.emission import Emission
-    from ..rewriting.forward_weights import Inline
+    from ..rewriting.captured_forward import CapturedForward
+    from ..rewriting.forward_weights import ForwardWeight
 
 Plan = dict[str, list[int]]
-Place = tuple[int, int, int]  # operation in a module, tensor of it, axis
-WHOLE = -1  # stands for "belongs to no open group" in a vector of units
+Location = tuple[int, int, int]  # operation in a module, tensor of it, axis
+FROZEN = -1  # stands for "belongs to no open group" in a vector of units
 
 
 @dataclass
@@ -54,49 +54,53 @@ class Graph:
     """What `trace` found: groups, where they occur, and what everything costs."""
 
     groups: dict[str, Group]
-    axes: dict[str, dict[int, Tensor]]  # tensor -> axis -> unit of each index, or WHOLE
+    axes: dict[str, dict[int, Tensor]]  # tensor -> axis -> unit of each index, or FROZEN
     sites: dict[str, dict[int, Tensor]]  # the same for the axes at which gates act
     contractions: list[Contraction]  # with units in place of labels
     shapes: dict[str, tuple[int, ...]]
     values: dict[Value, list[Tensor]] = field(repr=False)
     tapes: list[Tape] = field(repr=False)
-    baked: dict[Op, Tensor] = field(default_factory=dict, repr=False)  # code that counts channels
+    channel_counts: dict[Op, Tensor] = field(
+        default_factory=dict, repr=False
+    )  # code that counts channels
     fillings: set[Value] = field(default_factory=set, repr=False)  # zeros, ones, noise
     # modules that take means over open channels: these, and what the module computes with weights
     statistics: list[Statistic] = field(default_factory=list, repr=False)
     weights: dict[str, Tensor] = field(default_factory=dict, repr=False)
-    weighted: dict[str, Emission] = field(default_factory=dict, repr=False)
+    weighted: dict[str, CapturedForward] = field(default_factory=dict, repr=False)
     unknown: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     with_norms: int = 0  # how many more channels norms=True may open
     # what modules with re-emitted code held when they were traced
     held: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
     computed: list[str] = field(default_factory=list, repr=False)  # weights, by parametrizations
-    inline: dict[str, Inline] = field(
+    forward_weights: dict[str, ForwardWeight] = field(
         default_factory=dict, repr=False
     )  # layers that compute theirs
     # module -> attributes of it that hold a width, and where in the module that width occurs
-    numbers: dict[str, dict[str, Place]] = field(default_factory=dict, repr=False)
-    rewired: dict[str, Emission] = field(default_factory=dict, repr=False)  # re-emitted code
+    size_attributes: dict[str, dict[str, Location]] = field(default_factory=dict, repr=False)
+    rewritten: dict[str, CapturedForward] = field(
+        default_factory=dict, repr=False
+    )  # re-emitted code
     cost: Cost = field(default=None, repr=False)  # type: ignore[assignment]
 
     @property
-    def open(self) -> dict[str, Group]:
+    def prunable(self) -> dict[str, Group]:
         return {name: group for name, group in self.groups.items() if not group.frozen}
 
     @property
     def units(self) -> int:
-        return sum(group.size for group in self.open.values())
+        return sum(group.size for group in self.prunable.values())
 
     @property
     def owners(self) -> list[str]:
         """The group of every open unit."""
-        return [name for name, group in self.open.items() for _ in range(group.size)]
+        return [name for name, group in self.prunable.items() for _ in range(group.size)]
 
     def alive(self, plan: Plan) -> Tensor:
         """One truth value a unit, from a plan; groups it does not name stay whole."""
         alive = torch.ones(self.units, dtype=torch.bool, device="cpu")
-        groups = self.open
+        groups = self.prunable
         if not isinstance(plan, Mapping):
             raise PruneError(f"plan: {type(plan).__name__} given, where a dict of lists is wanted.")
         for name, indices in plan.items():
@@ -119,7 +123,7 @@ class Graph:
         """
         (makers, made), (readers, read), open_ended = self._wires
         needed = torch.zeros_like(alive)
-        for group in self.open.values():
+        for group in self.prunable.values():
             if group.minimum:
                 left = alive[group.offset : group.offset + group.size].nonzero().flatten()
                 needed[group.offset + left[: group.minimum]] = True
@@ -137,16 +141,16 @@ class Graph:
         """Contractions, by number, and the units they make and read; which ones make no unit."""
         makers, made = _flat([item.makes for item in self.contractions])
         readers, read = _flat([item.sites for item in self.contractions])
-        gated = read != WHOLE
+        gated = read != FROZEN
         ends = [not item.makes for item in self.contractions]
         open_ended = torch.tensor(ends, dtype=torch.bool, device="cpu")
         return (makers, made), (readers[gated], read[gated]), open_ended
 
     def outline(self) -> Graph:
         """The same with one unit for each group: enough where groups close entirely or not."""
-        names = list(self.open)
+        names = list(self.prunable)
         owner = [number for number, name in enumerate(names) for _ in range(self.groups[name].size)]
-        owners = torch.tensor([*owner, WHOLE], device="cpu")
+        owners = torch.tensor([*owner, FROZEN], device="cpu")
 
         known: dict[int, Tensor] = {}
 
@@ -197,9 +201,9 @@ class Graph:
         """The operations that a module performs itself, not by its children."""
         return self._ops.get(path, [])
 
-    def width(self, path: str, place: Place, alive: Tensor) -> int:
+    def width(self, path: str, location: Location, alive: Tensor) -> int:
         """How wide a tensor inside a module is."""
-        number, tensor, axis = place
+        number, tensor, axis = location
         ops = self.ops_in(path)
         seen = ops[number].tensors() if number < len(ops) else []
         if tensor >= len(seen) or axis >= len(seen[tensor].shape):
@@ -208,7 +212,7 @@ class Graph:
         kept = self.kept(value, axis, alive)
         return value.shape[axis] if kept is None else int(kept.sum())
 
-    def places(self, path: str, size: int) -> list[Place]:
+    def locations(self, path: str, size: int) -> list[Location]:
         """Where in a module a tensor has this width and open channels."""
         return [
             (number, tensor, axis)
@@ -220,7 +224,7 @@ class Graph:
 
     def _is_open(self, value: Value, axis: int) -> bool:
         return any(
-            units.shape[axis] > 1 and bool((units != WHOLE).any())
+            units.shape[axis] > 1 and bool((units != FROZEN).any())
             for units in self.values.get(value, [])
         )
 
@@ -283,7 +287,7 @@ def plan_of(graph: Graph, alive: Tensor) -> Plan:
     """Group name -> indices of the units that are alive."""
     return {
         name: alive[group.offset : group.offset + group.size].nonzero().flatten().tolist()
-        for name, group in graph.open.items()
+        for name, group in graph.prunable.items()
     }
 
 
@@ -327,7 +331,7 @@ def table(graph: Graph) -> str:
     lines.insert(1, "  ".join("-" * w for w in widths[:-1]))
     total = graph.cost.original() if graph.cost else {}
     summary = [f"{key}: {value:,.0f}" for key, value in total.items()]
-    opened = sum(group.size for group in graph.open.values())
+    opened = sum(group.size for group in graph.prunable.values())
     closed = sum(group.size for group in graph.groups.values() if group.frozen)
     lines += ["", f"{opened} channels open, {closed} whole; " + ", ".join(summary)]
     lines += [f"unknown operation: {name} in {where}" for name, where in graph.unknown.items()]

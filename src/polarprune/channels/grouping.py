@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..tracing.tape import Tape
-from .graph import WHOLE, Graph, Group, module_of, varies
+from .graph import FROZEN, Graph, Group, module_of, varies
 from .labels import Axis, Labels, support
 from .propagation import AtLeast, Choice, Contraction, Flow, Statistic
 
@@ -140,7 +140,7 @@ def build(tapes: Sequence[Tape], flow: Flow, held: Mapping[str, str]) -> Graph:
         if any(axis in consumed or axis in produced for axis, _ in where)
     ]
     groups: dict[str, Group] = {}
-    position = torch.full((flow.labels.count,), WHOLE)
+    position = torch.full((flow.labels.count,), FROZEN)
     offset = 0
     for where, units in families:
         for reason, members in _by_reason(units, where, consumed, produced, reasons):
@@ -170,7 +170,7 @@ def _uneven(flow: Flow, groups: Mapping[str, Group], units: Tensor) -> dict[str,
             if (first, labels.numel()) in whole and last - first == labels.numel() - 1:
                 continue  # an axis of a weight: there they are alike
             mine = units[labels]
-            counts = torch.bincount(mine[mine != WHOLE], minlength=len(owner))
+            counts = torch.bincount(mine[mine != FROZEN], minlength=len(owner))
             none = counts.new_zeros(len(sizes))
             low = none.scatter_reduce(0, owner, counts, "amin", include_self=False)
             high = none.scatter_reduce(0, owner, counts, "amax", include_self=False)
@@ -302,7 +302,7 @@ def _graph(
 
     for number, axis in enumerate(flow.labels.axes):
         units = shared(position[axis.start : axis.start + axis.size])
-        if bool((units != WHOLE).any()):
+        if bool((units != FROZEN).any()):
             axes.setdefault(axis.tensor, {})[axis.axis] = units
             if number in consumed:
                 sites.setdefault(axis.tensor, {})[axis.axis] = units
@@ -331,13 +331,13 @@ def _graph(
         if value.name
     }
     graph = Graph(groups, axes, sites, contractions, shapes, values, list(tapes))
-    for op, layer, along in flow.baked:
+    for op, layer, along in flow.channel_counts:
         units = position[layer]
-        if bool((units != WHOLE).any()) and varies(units, along):
-            graph.baked[op] = units
+        if bool((units != FROZEN).any()) and varies(units, along):
+            graph.channel_counts[op] = units
     for item in flow.statistics:
         units = position[item.layer]
-        if bool((units != WHOLE).any()):
+        if bool((units != FROZEN).any()):
             graph.statistics.append(Statistic(item.op, units))
     for need in flow.at_least:
         _keep_enough(graph, position[need.layer], need)
@@ -348,8 +348,8 @@ def _graph(
 def _keep_enough(graph: Graph, layer: Tensor, need: AtLeast) -> None:
     """Raise the minimum of the largest groups on an axis until enough channels stay in any plan."""
     units = layer.movedim(need.axis, 0).flatten(1)[:, 0] if layer.dim() > 1 else layer
-    certain, names = int((units == WHOLE).sum()), graph.owners
-    found = Counter(names[unit] for unit in units.tolist() if unit != WHOLE)
+    certain, names = int((units == FROZEN).sum()), graph.owners
+    found = Counter(names[unit] for unit in units.tolist() if unit != FROZEN)
     for name, places in found.most_common():
         if certain >= need.count:
             return

@@ -81,7 +81,7 @@ class Flow:
     choices: list[Choice] = field(default_factory=list)
     looked_up: list[Tensor] = field(default_factory=list)  # channels that embeddings make
     # numbers that count channels: where, of which layer, along which axis
-    baked: list[tuple[Op, Tensor, int]] = field(default_factory=list)
+    channel_counts: list[tuple[Op, Tensor, int]] = field(default_factory=list)
     # a layer that varies along several axes, and one along some of these: decided at the end
     pending: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     at_least: list[AtLeast] = field(default_factory=list)

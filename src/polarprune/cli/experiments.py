@@ -15,7 +15,7 @@ from rich.table import Table
 from ..errors import PruneError
 from ..experiments import methods
 from ..experiments.kinds import KINDS, open_data
-from ..experiments.processes import joined, place
+from ..experiments.processes import joined, rank_and_count
 from ..experiments.recipes import RECIPES, Recipe, recipe
 from ..experiments.run import Run, read_json, rebuilt, replacing, write_json
 from ..experiments.task import Task
@@ -113,7 +113,7 @@ def _prepared(
 def _shown(device: str) -> Iterator[tuple[str, Callable[[dict[str, Any]], None]]]:
     """The device of this process, and what shows a row of a log."""
     with joined(device_of(device)) as here, bar() as shown:
-        console.quiet = place()[0] > 0
+        console.quiet = rank_and_count()[0] > 0
         task = shown.add_task("starting", total=None, info="", visible=False)
 
         def show(row: dict[str, Any]) -> None:
@@ -208,7 +208,7 @@ def sweep(
                 _pruned(run, method, {"macs": share}, hold_out, trained)
             cards = [read_json(file) for file in out.glob("macs-*/card.json")]
             rows = sorted((_point(card) for card in cards), key=lambda row: -row["budget"])
-            if place()[0] == 0:
+            if rank_and_count()[0] == 0:
                 write_json(out / "sweep.json", rows)
                 with replacing(out / "sweep.png") as new:
                     save_curve(rows, found.measure, new)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..channels.graph import WHOLE, Graph
+from ..channels.graph import FROZEN, Graph
 from ..errors import PruneError
 from .resources import Cost, Part
 
@@ -39,10 +39,10 @@ class Budget:
             self._build(graph, limits, multiple_of)
 
     def _build(self, graph: Graph, limits: dict[str, float], multiple_of: int) -> None:
-        groups = list(graph.open.values())
+        groups = list(graph.prunable.values())
         self.cost: Cost = graph.cost
         self.limits = limits
-        self.whole = {key: max(value, 1) for key, value in self.cost.original().items()}
+        self.original = {key: max(value, 1) for key, value in self.cost.original().items()}
         self.owner = torch.tensor([i for i, g in enumerate(groups) for _ in range(g.size)])
         self.multiple = _multiples(graph, multiple_of)
         sizes = self.cost.full.long()
@@ -57,18 +57,18 @@ class Budget:
     def add(self, key: str, part: Part) -> None:
         """Another resource, which the limits speak of."""
         self.cost.parts[key] = part
-        self.whole[key] = max(self.cost.original()[key], 1)
+        self.original[key] = max(self.cost.original()[key], 1)
 
     def excess(self, n: Tensor) -> Tensor:
         """How far above its limit the worst resource is, as a share of the original."""
-        each = [self.cost.parts[key](n) / self.whole[key] - limit
+        each = [self.cost.parts[key](n) / self.original[key] - limit
                 for key, limit in self.limits.items()]  # fmt: skip
         return torch.stack(each).amax(0)
 
     def weights(self, n: Tensor) -> dict[str, float]:
         """How much each resource counts in the price: by how far it is from its limit."""
         gaps = {
-            key: max(float(self.cost.parts[key](n)) / self.whole[key] - limit, 0.0)
+            key: max(float(self.cost.parts[key](n)) / self.original[key] - limit, 0.0)
             for key, limit in self.limits.items()
         }
         total = sum(gaps.values())
@@ -82,14 +82,14 @@ class Budget:
         b = torch.zeros_like(self.cost.parts["macs"].b)
         for key, weight in self.weights(n).items():
             own_q, own_b = self.cost.parts[key].linear(n)
-            q = q + own_q * (weight / self.whole[key])
-            b = b + own_b * (weight / self.whole[key])
+            q = q + own_q * (weight / self.original[key])
+            b = b + own_b * (weight / self.original[key])
         return q, b
 
     def check_reachable(self) -> None:
         """Refuse a budget that no choice of widths can meet."""
         n = self.lowest_widths()
-        lowest = {key: float(self.cost.parts[key](n)) / self.whole[key] for key in self.limits}
+        lowest = {key: float(self.cost.parts[key](n)) / self.original[key] for key in self.limits}
         bad = [
             f"{key}={limit} (the lowest is {math.ceil(lowest[key] * 1e4) / 1e4:.4f})"
             for key, limit in self.limits.items()
@@ -139,7 +139,7 @@ class Budget:
         ranking = key.argsort(stable=True)
         place = torch.empty_like(ranking)
         place[ranking] = torch.arange(len(ranking))
-        member = torch.full_like(self.owner, WHOLE)
+        member = torch.full_like(self.owner, FROZEN)
         member[order[closes]] = place[inverse]
         return Blocks(found[0][ranking], count[ranking], key[ranking], member)
 
@@ -303,11 +303,11 @@ class Budget:
 
 def _multiples(graph: Graph, multiple_of: int) -> Tensor:
     """How many units of each group make up a multiple, where a unit is several channels."""
-    found = dict.fromkeys(graph.open, 1)
-    groups = list(graph.open.values())
+    found = dict.fromkeys(graph.prunable, 1)
+    groups = list(graph.prunable.values())
     for axes in graph.axes.values():
         for units in axes.values():
-            counts = torch.bincount(units[units != WHOLE], minlength=graph.units)
+            counts = torch.bincount(units[units != FROZEN], minlength=graph.units)
             for group in groups:
                 times = int(counts[group.offset])
                 if times:

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..channels.graph import WHOLE, Graph, Plan
+from ..channels.graph import FROZEN, Graph, Plan
 from ..errors import PruneError
 from ..surgery.apply import shrink
-from ..tracing.tape import Example, Op, Value, as_call, copied
+from ..tracing.tape import Example, Op, Value, as_call, copy_model
 from .budget import Budget
 from .timing import take_turns, wait
 
@@ -43,13 +43,13 @@ class Terms:
     """MACs and bytes of every module as sums of products of widths."""
 
     def __init__(self, graph: Graph) -> None:
-        groups = list(graph.open.values())
+        groups = list(graph.prunable.values())
         self._owner = torch.tensor([i for i, g in enumerate(groups) for _ in range(g.size)])
         self._sizes = torch.tensor([g.size for g in groups], dtype=torch.float64)
         self._rows: dict[bytes, int] = {}
         self._u: list[Tensor] = []
         self._c: list[float] = []
-        self._axis(torch.tensor([WHOLE]))  # the first axis: always one
+        self._axis(torch.tensor([FROZEN]))  # the first axis: always one
         self.modules: list[str] = []
         found: list[tuple[int, int, float, list[int], list[int]]] = []
         contractions = {item.op: item for item in graph.contractions}
@@ -83,7 +83,7 @@ class Terms:
         units = units.flatten()
         key = units.numpy().tobytes()
         if key not in self._rows:
-            mine = units[units != WHOLE]
+            mine = units[units != FROZEN]
             counts = torch.bincount(self._owner[mine], minlength=len(self._sizes)).double()
             self._rows[key] = len(self._u)
             self._u.append(counts / self._sizes)
@@ -206,7 +206,7 @@ class Stopwatch:
     """
 
     def __init__(self, model: nn.Module, graph: Graph, example: Example, limit: float) -> None:
-        self.model, self.graph = _in_working_order(copied(model), example), graph
+        self.model, self.graph = _in_working_order(copy_model(model), example), graph
         self.example, self.limit = example, limit
         self.milliseconds = _quarter(take_turns({"": self.model}, example, runs=9)[""])
         self.runs = max(12, min(300, round(1e3 * _SECONDS / self.milliseconds)))
@@ -231,7 +231,7 @@ class Stopwatch:
         """A model of these widths; which channels it has makes no difference to the time."""
         plan: Plan = {
             name: list(range(int(width)))
-            for name, width in zip(self.graph.open, n.tolist(), strict=True)
+            for name, width in zip(self.graph.prunable, n.tolist(), strict=True)
         }
         return shrink(self.model, self.graph, plan)
 

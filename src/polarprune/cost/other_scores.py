@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..channels.graph import WHOLE, Graph, Plan, plan_of
+from ..channels.graph import FROZEN, Graph, Plan, plan_of
 from ..tracing.tape import named_tensors
 from .budget import Budget
 
@@ -26,7 +26,7 @@ def magnitude_scores(model: nn.Module, graph: Graph) -> Tensor:
             if axis in graph.sites.get(name, {}) or tensor.dim() < 2:
                 continue
             squares = tensor.detach().double().cpu().square().movedim(axis, 0).flatten(1).sum(1)
-            mine = units != WHOLE
+            mine = units != FROZEN
             total.index_add_(0, units[mine], squares[mine])
     return total.sqrt()
 
@@ -46,7 +46,7 @@ def scale_scores(model: nn.Module, graph: Graph) -> Tensor:
     for path, module in model.named_modules():
         units = graph.axes.get(f"{path}.weight" if path else "weight", {}).get(0)
         if isinstance(module, _BatchNorm) and module.affine and units is not None:
-            mine = units != WHOLE
+            mine = units != FROZEN
             scales = module.weight.detach().double().cpu().abs()
             total.index_add_(0, units[mine], scales[mine])
             count.index_add_(0, units[mine], torch.ones_like(scales[mine]))
@@ -117,7 +117,7 @@ def _of_each(tensor: Tensor, axis: int, units: Tensor, none: int) -> Tensor:
     """The unit of every number of a tensor, of which one axis has units."""
     shape = [1] * tensor.dim()
     shape[axis] = -1
-    units = torch.where(units == WHOLE, none, units).to(tensor.device)
+    units = torch.where(units == FROZEN, none, units).to(tensor.device)
     return units.reshape(shape).expand(tensor.shape).flatten()
 
 
@@ -134,7 +134,7 @@ def plan_by_score(graph: Graph, scores: Tensor, *, multiple_of: int = 1, **limit
             high = middle
     n = _fill_up(budget, _widths(budget, low))
     plan = {}
-    for (name, group), width in zip(graph.open.items(), n.long().tolist(), strict=True):
+    for (name, group), width in zip(graph.prunable.items(), n.long().tolist(), strict=True):
         own = scores[group.offset : group.offset + group.size]
         plan[name] = sorted(own.argsort(descending=True, stable=True)[:width].tolist())
     return plan

@@ -119,7 +119,7 @@ class _Sum:
     """Adds up terms coef · Π (u·n + c), each a product of at most two axes."""
 
     def __init__(self, graph: Graph) -> None:
-        sizes = torch.tensor([g.size for g in graph.open.values()], dtype=torch.long)
+        sizes = torch.tensor([g.size for g in graph.prunable.values()], dtype=torch.long)
         size = len(sizes)
         owner = torch.arange(size).repeat_interleave(sizes)
         self.owner = torch.cat([owner, torch.tensor([size])])  # the last: of what stays
@@ -189,14 +189,14 @@ def measure(model: nn.Module, graph: Graph) -> Cost:
         "params": _total(graph, [(1, part) for part in sums.values()]),
         "memory": _total(graph, list(sums.items())),
     }
-    cost = Cost(list(graph.open), [g.size for g in graph.open.values()], parts)
+    cost = Cost(list(graph.prunable), [g.size for g in graph.prunable.values()], parts)
     cost.outputs = outputs
     return cost
 
 
 def add_extras(model: nn.Module, graph: Graph, dropped: Mapping[str, set[str]]) -> None:
     """Take note of the tensors that go when a group closes entirely (group -> their names)."""
-    names = list(graph.open)
+    names = list(graph.prunable)
     parameters = {name for name, _ in model.named_parameters()}
     for name, tensor in named_tensors(model):
         groups = [names.index(group) for group, tensors in dropped.items() if name in tensors]

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
 from ..errors import PruneError
 from .data import taught
-from .processes import agreed, place, summed
+from .processes import agreed, rank_and_count, summed
 from .recipes import Recipe
 from .task import Stream, Task, evaluating
 from .voc import MEAN, STD
@@ -129,7 +129,7 @@ class ImageNet(Task):
 
     def _mine(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Batches of this process, and where they are among all."""
-        rank, world = place()
+        rank, world = rank_and_count()
         bounds = [size(self.test) * k // world for k in (rank, rank + 1)]
         loader = DataLoader(
             Subset(self.test, range(*bounds)), _EVALUATED, num_workers=workers(self.device)
@@ -151,7 +151,7 @@ class Loaded(Stream):
 
     def __init__(self, pictures: Pictures, batch: int, device: torch.device) -> None:
         self.device = device
-        rank, world = place()
+        rank, world = rank_and_count()
         if batch % world:
             raise PruneError(f"a batch of {batch} cannot be shared by {world} processes evenly.")
         self.sampler: DistributedSampler[Any] = DistributedSampler(

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..analysis.trace import trace
-from ..channels.graph import WHOLE, Plan
+from ..channels.graph import FROZEN, Plan
 from ..cost.budget import Budget
 from ..cost.other_scores import (
     UnitNorms,
@@ -41,13 +41,13 @@ from ..cost.other_scores import (
 from ..cost.resources import Quadratic
 from ..errors import PruneError
 from ..gates.gate import gate_value
-from ..gates.install import place
+from ..gates.install import insert_gates
 from ..surgery.apply import plain, shrink
 from ..surgery.proof import count_macs
 from ..validation.arguments import check_settings
 from .concrete import Borrowed, HardConcrete, Steering, expected_share
 from .recipes import Recipe
-from .run import Run, copied
+from .run import Run, with_weights_of
 from .training import Groups, Method, Trainer, recalibrate
 
 Limits = dict[str, float]  # resource -> share of the original
@@ -208,9 +208,9 @@ class L0(Steered):
         super().set_up()
         self.gates = {
             name: HardConcrete(group.size, self.numbers).to(self.home)
-            for name, group in self.graph.open.items()
+            for name, group in self.graph.prunable.items()
         }
-        place(self.model, self.graph, dict(self.gates), torch.ones(self.graph.units).bool())
+        insert_gates(self.model, self.graph, dict(self.gates), torch.ones(self.graph.units).bool())
 
     def param_groups(self, model: nn.Module, lr: float, weight_decay: float) -> Groups:
         alphas = [gate.alpha for gate in self.gates.values()]
@@ -253,7 +253,7 @@ class Kernels(Steered):
         return gate_value(self.norms(), self.first * torch.exp(self.decay * self.steering.step))
 
     def chances(self) -> list[Tensor]:
-        return list(self.values().split([group.size for group in self.graph.open.values()]))
+        return list(self.values().split([group.size for group in self.graph.prunable.values()]))
 
     def strength(self) -> tuple[float, float]:
         return self.numbers.kernel_push, self.numbers.kernel_rise
@@ -282,11 +282,11 @@ class KernelGates(Kernels):
 
     def set_up(self) -> None:
         super().set_up()
-        self.gates = {name: Borrowed(group.size) for name, group in self.graph.open.items()}
+        self.gates = {name: Borrowed(group.size) for name, group in self.graph.prunable.items()}
         for gate in self.gates.values():
             gate.to(self.home)
-        place(self.model, self.graph, dict(self.gates), torch.ones(self.graph.units).bool())
-        sizes = torch.tensor([group.size for group in self.graph.open.values()])
+        insert_gates(self.model, self.graph, dict(self.gates), torch.ones(self.graph.units).bool())
+        sizes = torch.tensor([group.size for group in self.graph.prunable.values()])
         self.owner = torch.arange(len(sizes)).repeat_interleave(sizes).to(self.home)
         self.closed = torch.zeros(self.graph.units, dtype=torch.bool, device=self.home)
         self._settle()
@@ -368,7 +368,7 @@ class TorchPruning(Control):
                 if getattr(layer, "groups", 1) > 1 or getattr(layer, "transposed", False):
                     raise PruneError(f"torch-pruning: {layer} is not one that is compared here.")
                 own = axes.setdefault(names[id(layer.weight)], {})
-                none = torch.full((layer.weight.shape[known[0]],), WHOLE)
+                none = torch.full((layer.weight.shape[known[0]],), FROZEN)
                 units = own.setdefault(known[0], none)
                 units[list(item.idxs)] = len(owners) + torch.tensor(list(item.root_idxs))
             owners += [number] * len(group[0].idxs)
@@ -444,7 +444,7 @@ def prune(run: Run, baseline: nn.Module, method: str = "gdp", **limits: float) -
     recipe = run.recipe
     before = run.score(baseline)
     teacher = baseline if recipe.distill else None
-    model = copied(run.fresh(), baseline)
+    model = with_weights_of(run.fresh(), baseline)
     steps = recipe.epochs * run.batches.per_epoch
     control = EVERY[method](model, run.data.example(), recipe, steps, limits)
     trainer = Trainer(

@@ -27,7 +27,7 @@ def joined(device: str) -> Iterator[str]:
         distributed.destroy_process_group()
 
 
-def place() -> tuple[int, int]:
+def rank_and_count() -> tuple[int, int]:
     """The number of this process, and how many there are."""
     if not distributed.is_initialized():
         return 0, 1

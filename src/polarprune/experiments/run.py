@@ -25,7 +25,7 @@ from ..surgery.recipe import RECIPE
 from ..training.pruner import Pruner
 from .imagenet import from_torchvision
 from .networks import BACKBONES, NETWORKS
-from .processes import place, wait_for_all
+from .processes import rank_and_count, wait_for_all
 from .recipes import Recipe
 from .task import Task
 from .training import Trainer, recalibrate, recalibrated
@@ -59,7 +59,7 @@ class Run:
         torch.manual_seed(recipe.seed)
         torch.backends.cudnn.benchmark = True
         self.batches = self.data.stream(recipe)
-        self.writes = place()[0] == 0  # the other processes of several write nothing
+        self.writes = rank_and_count()[0] == 0  # the other processes of several write nothing
 
     def fresh(self) -> nn.Module:
         if self.recipe.network not in NETWORKS:
@@ -111,7 +111,7 @@ class Run:
             part = from_torchvision(BACKBONES[recipe.network], recipe.pretrained)
             fitted(model, part.state_dict(), recipe.pretrained)
         elif recipe.pretrained:
-            return copied(model, from_torchvision(recipe.network, recipe.pretrained))
+            return with_weights_of(model, from_torchvision(recipe.network, recipe.pretrained))
         if self.writes:
             make_folder(file.parent)
         trainer = Trainer(
@@ -139,7 +139,7 @@ class Run:
         recipe = self.recipe
         before = self.score(model)
         teacher = model if recipe.distill else None
-        model = copied(self.fresh(), model)
+        model = with_weights_of(self.fresh(), model)
         pruner, trainer = self._gated(model, teacher, limits)
         self.train("prune", trainer)
         if recipe.recalibrate:
@@ -233,7 +233,7 @@ class Run:
                     f"folder."
                 ) from error
         start = saved = time.perf_counter()
-        rank = place()[0]
+        rank = rank_and_count()[0]
         while trainer.done < trainer.steps:
             if rank:  # the others' crops are not those of the first
                 torch.manual_seed((own + (trainer.done << 8) + rank) % 2**63)
@@ -473,7 +473,7 @@ def fitted(model: nn.Module, found: dict[str, Tensor], source: str) -> None:
     raise PruneError(f"{source}: it has no weights that fit this network by name.")
 
 
-def copied(model: nn.Module, other: nn.Module) -> nn.Module:
+def with_weights_of(model: nn.Module, other: nn.Module) -> nn.Module:
     model.load_state_dict(other.state_dict())
     return model
 

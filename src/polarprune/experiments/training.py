@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, Optimizer
 
 from ..training.pruner import Pruner
-from .processes import agree, place, summed
+from .processes import agree, rank_and_count, summed
 from .recipes import Recipe
 from .task import Stream
 
@@ -30,9 +30,9 @@ class Captured:
 
     def __init__(self, function: Callable[[], None], on_gpu: bool) -> None:
         self.function, self.on_gpu = function, on_gpu
-        self.forget()
+        self.discard()
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Shapes are others now: capture anew."""
         self.graph: torch.cuda.CUDAGraph | None = None
         self.warm = 0
@@ -192,10 +192,10 @@ class Trainer:
             self.done += 1
             if self.pruner is not None and self.pruner.compactions > self._compactions:
                 self._compactions = self.pruner.compactions
-                self._run.forget()
+                self._run.discard()
                 self._wrap()
         agree(self.model)
-        loss, right = (summed(self.sums) / (count * place()[1])).tolist()
+        loss, right = (summed(self.sums) / (count * rank_and_count()[1])).tolist()
         return {"loss": loss, "train_accuracy": right}
 
     def state(self) -> dict[str, Any]:

@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..errors import PruneError
-from ..rewriting.parametrizations import bake
+from ..rewriting.parametrizations import make_plain
 from ..rewriting.remove_branches import without_branches, write_down
 from ..rewriting.stored_graphs import decode, encode
 from ..surgery.apply import check_shapes, cut_copy
 from ..surgery.recipe import OTHER_MODEL, RECIPE, Recipe
-from ..tracing.tape import copied, named_tensors
+from ..tracing.tape import copy_model, named_tensors
 from ..validation.arguments import check_path
 from .untrusted import (
     BLANK,
@@ -149,7 +149,7 @@ def _built(content: dict[str, Any], model: nn.Module) -> nn.Module:
     check_amount(data)
     recipe = recipe_of(_current(data, model) if content["version"] == 1 else data)
     check_computed(recipe, model)
-    base = bake(copied(model), recipe.computed) if recipe.computed else model
+    base = make_plain(copy_model(model), recipe.computed) if recipe.computed else model
     check_shapes(base, recipe.shapes, OTHER_MODEL)
     check_recipe(recipe, base)
     small = cut_copy(base, recipe, from_file=True)

@@ -23,7 +23,7 @@ from torch.nn.modules import instancenorm
 from torch.nn.modules.conv import _ConvNd
 
 from ..errors import PruneError
-from ..rewriting.emission import Emission
+from ..rewriting.captured_forward import CapturedForward
 from ..rewriting.parametrizations import parametrized
 from ..rewriting.size_limits import asks_too_much
 from ..rewriting.stored_graphs import decode, is_identifier, is_path
@@ -319,7 +319,7 @@ def check_code(recipe: Recipe, small: nn.Module) -> None:
             demand(fine, f"{path or 'the model'} has no {target!r}")
 
 
-def _check_names(module: nn.Module, code: Emission) -> None:
+def _check_names(module: nn.Module, code: CapturedForward) -> None:
     """Of code that takes its arguments by name: as the class does."""
     wanted = list(inspect.signature(type(module).forward).parameters.values())[1:]
     names = [str(n.target) for n in code.graphs["train"].nodes if n.op == "placeholder"]
@@ -344,7 +344,7 @@ def _can_be_called(child: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     return True
 
 
-def _targets(code: Emission) -> set[tuple[str, bool]]:
+def _targets(code: CapturedForward) -> set[tuple[str, bool]]:
     nodes = [node for graph in code.graphs.values() for node in graph.nodes]
     return {(str(node.target), node.op == "call_module") for node in nodes
             if node.op in ("call_module", "get_attr")}  # fmt: skip

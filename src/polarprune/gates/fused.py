@@ -26,7 +26,7 @@ SLOW_TO_LAUNCH = {"cuda", "xpu", "mps"}
 _RUN = 64  # elements that are added in one go
 
 
-class Bank:
+class FusedGates:
     """Called before the network is; `take` then gives out what is ready."""
 
     is_gate = True
@@ -39,7 +39,7 @@ class Bank:
         place = {gate: k for k, gate in enumerate(found)}
         self.readers = [[place[id(gate)] for gate in part.gates] for part in self.parts]
         for slot, part in enumerate(self.parts):
-            part.bank, part.slot = self, slot
+            part.fused, part.slot = self, slot
         self.large = sum(site.original.numel() for site in sites) > LIMIT
         self._layout: Layout | None = None
         self._clear()
@@ -96,20 +96,20 @@ class Bank:
 class _End:
     is_gate = True
 
-    def __init__(self, bank: Bank) -> None:
-        self.bank = bank
+    def __init__(self, bank: FusedGates) -> None:
+        self.fused = bank
 
     def __call__(self, model: nn.Module, args: Any, out: Any) -> None:
         if not torch.compiler.is_compiling():
-            self.bank.end()
+            self.fused.end()
 
 
-def put_bank(model: nn.Module, sites: list[ParametrizationList]) -> None:
+def fuse_gates(model: nn.Module, sites: list[ParametrizationList]) -> None:
     """Let a network compute gates or weights together; a bank that it had is replaced."""
     drop_hooks(model)
     sites = [site for site in sites if len(site) == 1 and _polarize(site)]
     if len(sites) > 1:
-        bank = Bank(sites)
+        bank = FusedGates(sites)
         model.register_forward_pre_hook(bank)
         model.register_forward_hook(_End(bank), always_call=True)
 
@@ -164,7 +164,7 @@ class Layout:
         laid = []
         for weight, part in zip(weights, parts, strict=True):
             known = [torch.arange(len(g.alpha)) + offsets[id(g)] for g in part.gates]  # type: ignore[arg-type]
-            known.append(torch.tensor([sum(self.sizes)]))  # WHOLE: the last entry, which is 1
+            known.append(torch.tensor([sum(self.sizes)]))  # FROZEN: the last entry, which is 1
             shape = [1] * weight.dim()
             shape[part.axis] = -1
             units = torch.cat(known)[part.units.cpu()].reshape(shape)

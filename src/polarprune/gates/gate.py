@@ -117,12 +117,12 @@ class GatedWeight(nn.Module):
         )
         self.simple = simple
         self.register_buffer("units", units, persistent=False)
-        self.bank: Any = None  # computes the weights of a network together, where that pays
+        self.fused: Any = None  # computes the weights of a network together, where that pays
         self.slot = 0
 
     def forward(self, weight: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling() and self.bank is not None:
-            ready: Tensor | None = self.bank.take(self.slot, weight)
+        if not torch.compiler.is_compiling() and self.fused is not None:
+            ready: Tensor | None = self.fused.take(self.slot, weight)
             if ready is not None:
                 return ready
         return self.times(weight, [gate.values() for gate in self.gates])  # type: ignore[operator]

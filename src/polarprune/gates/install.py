@@ -16,7 +16,7 @@ from ..rewriting.weighted_norms import open_encoders, weigh
 from ..surgery.apply import plain
 from ..surgery.proof import difference, in_double
 from ..tracing.tape import Example, named_tensors
-from .fused import put_bank
+from .fused import fuse_gates
 from .gate import ALPHA_START, Gate, GatedWeight, GateVector
 
 
@@ -25,13 +25,14 @@ def install(model: nn.Module, graph: Graph, example: Example) -> dict[str, Gate]
     like = next(tensor for tensor in model.parameters() if tensor.is_floating_point())
     dtype = torch.promote_types(like.dtype, torch.float32)
     gates = {
-        name: Gate(group.size, dtype=dtype).to(like.device) for name, group in graph.open.items()
+        name: Gate(group.size, dtype=dtype).to(like.device)
+        for name, group in graph.prunable.items()
     }
     before = [(module, type(module), dict(vars(module))) for module in model.modules()]
     tables = [(v, dict(v)) for _, _, own in before for v in own.values() if isinstance(v, dict)]
     try:
-        expose(model, graph.inline)
-        place(model, graph, gates, torch.ones(graph.units, dtype=torch.bool, device="cpu"))
+        expose(model, graph.forward_weights)
+        insert_gates(model, graph, gates, torch.ones(graph.units, dtype=torch.bool, device="cpu"))
         _check(model, graph, gates, example)
     except Exception as error:
         for module, family, own in before:
@@ -54,7 +55,7 @@ def _check(model: nn.Module, graph: Graph, gates: dict[str, Gate], example: Exam
     """Gates of any value do what multiplying them into the weights does, or training is in vain."""
     weighted = torch.cat([torch.arange(0), *(units.flatten() for units in graph.weights.values())])
     generator = torch.Generator("cpu").manual_seed(0)
-    for name, group in graph.open.items():
+    for name, group in graph.prunable.items():
         mine = torch.arange(group.offset, group.offset + group.size)
         if not bool(torch.isin(mine, weighted).any()):  # norms want gates to be 0 or 1
             drawn = torch.rand(group.size, generator=generator, device="cpu") + 0.2
@@ -81,7 +82,7 @@ def _alike(one: nn.Module, other: nn.Module, example: Example) -> bool:
 _CLOSE = 1e-4
 
 
-def place(model: nn.Module, graph: Graph, gates: dict[str, Gate], alive: Tensor) -> None:
+def insert_gates(model: nn.Module, graph: Graph, gates: dict[str, Gate], alive: Tensor) -> None:
     """Put gates into a model that has the units that are alive."""
     tensors = dict(named_tensors(model))
     home = next(iter(gates.values())).alpha.device
@@ -103,7 +104,7 @@ def place(model: nn.Module, graph: Graph, gates: dict[str, Gate], alive: Tensor)
                 parametrize.register_parametrization(owner, leaf, weight)
         if len(gated) == len(axes) == len(owners[name]) == 1 and name not in made:
             alone.append(cast(Any, owner).parametrizations[leaf])
-    put_bank(model, alone)
+    fuse_gates(model, alone)
     open_encoders(model)
     for owner in {owner for name in sites for owner, _ in owners[name]}:
         if isinstance(owner, nn.RNNBase):
@@ -137,7 +138,7 @@ def _local(
     local = torch.full_like(units, -1)
     rank = torch.cumsum(alive, 0) - 1  # among the units that are alive
     start = 0
-    for name, group in graph.open.items():
+    for name, group in graph.prunable.items():
         mine = (units >= group.offset) & (units < group.offset + group.size)
         if bool(mine.any()):
             before = int(alive[: group.offset].sum())

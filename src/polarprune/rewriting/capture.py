@@ -25,12 +25,14 @@ from torch.utils import _pytree as pytree
 from ..errors import PruneError
 from ..tracing.tape import Example, as_call, opened, untouched
 from .allowed_calls import FACTORIES
-from .emission import LONGEST, PLAIN, Emission, form_of, nothing_lost
+from .captured_forward import LONGEST, PLAIN, CapturedForward, form_of, nothing_lost
 from .interpreter import expect, expect_pieces
 from .stored_graphs import encode_graph
 
 
-def captured(model: nn.Module, example: Example, paths: Iterable[str]) -> dict[str, Emission]:
+def capture_all(
+    model: nn.Module, example: Example, paths: Iterable[str]
+) -> dict[str, CapturedForward]:
     """What these modules compute in a run on the example, where that can be written down."""
     calls: dict[str, tuple[Any, Any]] = {}
     forms: dict[str, set[str]] = {}
@@ -46,7 +48,7 @@ def captured(model: nn.Module, example: Example, paths: Iterable[str]) -> dict[s
         model.get_submodule(path).register_forward_pre_hook(hook(path), with_kwargs=True)
         for path in paths
     ]
-    found: dict[str, Emission] = {}
+    found: dict[str, CapturedForward] = {}
     args, kwargs = as_call(example)
     try:
         with untouched(model, False), opened(model):
@@ -57,9 +59,9 @@ def captured(model: nn.Module, example: Example, paths: Iterable[str]) -> dict[s
     with untouched(model, False), opened(model):  # as if the run before had not been
         for path, call in calls.items():
             several = len(forms[path]) > 1
-            emission = None if several else capture(model.get_submodule(path), *call)
-            if emission is not None:
-                found[path] = emission
+            captured = None if several else capture(model.get_submodule(path), *call)
+            if captured is not None:
+                found[path] = captured
     return found
 
 
@@ -292,7 +294,9 @@ def _any_known(tree: Any) -> bool:
     return isinstance(tree, (tuple, list)) and any(_any_known(item) for item in tree)
 
 
-def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Emission | None:
+def capture(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> CapturedForward | None:
     """The module's forward for calls like this one, or None if it cannot be written down."""
     chosen = vars(module).get("forward")
     if chosen is not None and getattr(chosen, "__self__", None) is not module:
@@ -309,7 +313,7 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             encode_graph(graphs[mode])  # can it be stored?
     except Exception:  # whatever the user's code does with a proxy
         return None
-    return Emission(written, fixed, graphs)
+    return CapturedForward(written, fixed, graphs)
 
 
 def _trace(module: nn.Module, leaves: list[Any], form: pytree.TreeSpec) -> fx.Graph:

@@ -21,11 +21,11 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrize
 
-from ..tracing.tape import Example, copied
-from .capture import captured
-from .emission import Emission, forward_of, with_method
+from ..tracing.tape import Example, copy_model
+from .capture import capture_all
+from .captured_forward import CapturedForward, forward_of, with_method
 from .interpreter import runner
-from .parametrizations import bake, baked, computed
+from .parametrizations import computed, make_plain, plain_copy
 from .stored_graphs import decode, encode
 
 _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
@@ -43,20 +43,20 @@ _DICE = ("rand", "dropout", "bernoulli", "normal_", "multinomial", "uniform")
 
 
 @dataclass
-class Inline:
+class ForwardWeight:
     """A layer whose weight is computed: how, and what it does with it."""
 
     leaf: str  # the parameter that has the shape of the weight, and takes its place
     names: list[str]  # tensors of the layer that it is computed from
     graph: fx.Graph  # how, as a function of these
-    emission: Emission  # the forward, where the weight is read
+    captured: CapturedForward  # the forward, where the weight is read
     unread: list[str]  # tensors of the layer that are needed for the weight only
 
 
 class Computes(nn.Module):
     """The parametrization."""
 
-    def __init__(self, layer: nn.Module, how: Inline) -> None:
+    def __init__(self, layer: nn.Module, how: ForwardWeight) -> None:
         super().__init__()
         vars(self)["layer"] = layer  # which holds this one: no child of it
         self.leaf, self.names, self.function = how.leaf, how.names, runner(how.graph)
@@ -72,11 +72,11 @@ class Computes(nn.Module):
         return any(getattr(self.layer, n).requires_grad for n in self.names if n != self.leaf)
 
 
-def find(model: nn.Module, example: Example) -> dict[str, Inline]:
+def find(model: nn.Module, example: Example) -> dict[str, ForwardWeight]:
     """All such layers, by name."""
     paths = [path for path, module in model.named_modules() if _may_compute(module)]
     try:
-        codes = captured(model, example, paths) if paths else {}
+        codes = capture_all(model, example, paths) if paths else {}
     except Exception:  # a model that does not run so: the look at it will say why
         return {}
     found = {path: _apart(model.get_submodule(path), code) for path, code in codes.items()}
@@ -100,30 +100,30 @@ def _may_compute(module: nn.Module) -> bool:
     return own and plain and any(p is not None and p.dim() > 1 for p in module._parameters.values())
 
 
-def expose(model: nn.Module, found: dict[str, Inline]) -> nn.Module:
+def expose(model: nn.Module, found: dict[str, ForwardWeight]) -> nn.Module:
     """Move what computes these weights into parametrizations, in place."""
     for path, one in found.items():
         layer = model.get_submodule(path)
         if not getattr(layer, "polarprune_exposed", False):
-            with_method(layer, forward_of(one.emission), widths_change=True)
+            with_method(layer, forward_of(one.captured), widths_change=True)
             type(layer).polarprune_exposed = True  # type: ignore[attr-defined]
             part = Computes(layer, one)
             parametrize.register_parametrization(layer, one.leaf, part, unsafe=True)
     return model
 
 
-def all_baked(model: nn.Module, found: dict[str, Inline]) -> nn.Module:
+def without_computed_weights(model: nn.Module, found: dict[str, ForwardWeight]) -> nn.Module:
     """The model, or, if it computes weights in one way or the other, a copy that does not."""
     if not found:
-        return baked(model)
-    model = expose(copied(model), found)
-    return bake(model, computed(model))
+        return plain_copy(model)
+    model = expose(copy_model(model), found)
+    return make_plain(model, computed(model))
 
 
 # --- the two halves of a forward ------------------------------------------------------------------
 
 
-def _apart(layer: nn.Module, code: Emission) -> Inline | None:
+def _apart(layer: nn.Module, code: CapturedForward) -> ForwardWeight | None:
     """What computes the weight, and the rest; None if they cannot be told apart, or if there is
     nothing but a weight that was moved about, which can be followed."""
     graph = code.only
@@ -142,7 +142,7 @@ def _apart(layer: nn.Module, code: Emission) -> Inline | None:
         if [node.target for node in one.nodes].count(leaf) != 1:
             return None  # it is read as it is, too
     read = {str(n.target) for one in rest.graphs.values() for n in one.nodes if n.op == "get_attr"}
-    return Inline(leaf, names, how, rest, [name for name in names if name not in read])
+    return ForwardWeight(leaf, names, how, rest, [name for name in names if name not in read])
 
 
 def _computed(layer: nn.Module, node: fx.Node) -> tuple[fx.Node, str, list[str], fx.Graph] | None:

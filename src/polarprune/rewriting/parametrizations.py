@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from ..tracing.tape import copied
+from ..tracing.tape import copy_model
 
 _HOOKS = {WeightNorm: "weight_norm", SpectralNorm: "spectral_norm"}
 
@@ -41,7 +41,7 @@ def computed(model: nn.Module) -> list[str]:
     ]
 
 
-def bake(model: nn.Module, names: Iterable[str]) -> nn.Module:
+def make_plain(model: nn.Module, names: Iterable[str]) -> nn.Module:
     """Make these weights plain ones that have the values they have now, in place."""
     wanted = set(names)
     found = [item for item in parametrized(model) if item[0] in wanted] if wanted else []
@@ -51,10 +51,10 @@ def bake(model: nn.Module, names: Iterable[str]) -> nn.Module:
     return model
 
 
-def baked(model: nn.Module) -> nn.Module:
+def plain_copy(model: nn.Module) -> nn.Module:
     """The model, or, if it computes weights, a copy that does not."""
     names = computed(model)
-    return bake(copied(model), names) if names else model
+    return make_plain(copy_model(model), names) if names else model
 
 
 def _value(module: nn.Module, leaf: str, parts: nn.Module) -> Tensor:

@@ -24,7 +24,7 @@ from torch.nn.modules import batchnorm
 from ..channels.graph import Graph, module_of
 from ..errors import PruneError
 from ..tracing.tape import named_tensors
-from .emission import CODE, Emission, nothing_lost
+from .captured_forward import CODE, CapturedForward, nothing_lost
 from .interpreter import one_point
 from .stored_graphs import encode_graph
 
@@ -120,7 +120,7 @@ def vanishing(path: str, module: nn.Module, graph: Graph, silent: set[str]) -> l
     """Edits that take branches out of a module, given the layers in it that read no channel."""
     if not _adds_are_plain(path, graph):
         return []
-    found = graph.rewired[path].only if path in graph.rewired else as_graph(module)
+    found = graph.rewritten[path].only if path in graph.rewritten else as_graph(module)
     if found is None or not _can_be_stored(found):
         return []
     constant: set[fx.Node] = set()
@@ -198,8 +198,8 @@ def take_out(graph: fx.Graph, edits: list[Edit]) -> set[str]:
 
 
 def without_branches(
-    module: nn.Module, code: Emission | None, edits: list[Edit]
-) -> tuple[Emission, list[str]]:
+    module: nn.Module, code: CapturedForward | None, edits: list[Edit]
+) -> tuple[CapturedForward, list[str]]:
     """The forward of a module without the branches, and the children that it no longer calls.
 
     `code`: its forward, if that was re-emitted; this one is changed.
@@ -207,14 +207,16 @@ def without_branches(
     if code is None:
         graph = write_down(module)
         assert graph is not None, "edits were made for it"
-        return Emission(None, {}, {"train": graph, "eval": graph}), sorted(take_out(graph, edits))
+        return CapturedForward(None, {}, {"train": graph, "eval": graph}), sorted(
+            take_out(graph, edits)
+        )
     gone = set().union(*(take_out(graph, edits) for graph in code.graphs.values()))
     return code, sorted(gone)
 
 
 def left_out(path: str, module: nn.Module, graph: Graph, edits: list[Edit]) -> set[str]:
     """The modules that go with the branches."""
-    found = graph.rewired[path].only if path in graph.rewired else as_graph(module)
+    found = graph.rewritten[path].only if path in graph.rewritten else as_graph(module)
     assert found is not None, "edits were made for it"
     gone = take_out(copy.deepcopy(found), edits)
     return {

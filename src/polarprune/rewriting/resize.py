@@ -19,12 +19,12 @@ from torch.utils._pytree import tree_leaves
 
 from ..channels.graph import Graph, stays
 from ..tracing.tape import Mark, Tape, Value
-from .emission import Emission
+from .captured_forward import CapturedForward
 from .interpreter import expect, no_channel, one_channel
 from .stored_graphs import decode, encode
 
 
-def shim(module: nn.Module, mark: Mark, emission: Emission) -> Callable[..., Any]:
+def shim(module: nn.Module, mark: Mark, captured: CapturedForward) -> Callable[..., Any]:
     """A forward that computes the same, node by node, and marks what each node gave."""
 
     class Marking(fx.Interpreter):
@@ -34,28 +34,28 @@ def shim(module: nn.Module, mark: Mark, emission: Emission) -> Callable[..., Any
             return result
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        graph = emission.graphs["train" if module.training else "eval"]
-        return Marking(module, graph=graph).run(*emission.leaves(module, args, kwargs))
+        graph = captured.graphs["train" if module.training else "eval"]
+        return Marking(module, graph=graph).run(*captured.leaves(module, args, kwargs))
 
     return forward
 
 
-def rewiring(path: str, graph: Graph, alive: Tensor) -> dict[str, Any] | None:
+def resized(path: str, graph: Graph, alive: Tensor) -> dict[str, Any] | None:
     """The module's graphs with the numbers that these live units need, as plain data."""
-    emission = decode(encode(graph.rewired[path]))
+    captured = decode(encode(graph.rewritten[path]))
     changed = _is_cut(path, graph, alive)
     for mode, tape in zip(("eval", "train"), graph.tapes, strict=False):
         sight = _Sight(graph, path, alive, tape)
-        sight.widths = _widths(emission.graphs[mode], sight)
-        for node in list(emission.graphs[mode].nodes):
+        sight.widths = _widths(captured.graphs[mode], sight)
+        for node in list(captured.graphs[mode].nodes):
             handler = _HANDLERS.get(node.target) if node.op.startswith("call_") else None
             if handler and (sight.values(node) or node.target is operator.setitem):
                 _by_position(node)
                 changed |= handler(node, sight)
-        changed |= _keep_scales(emission.graphs[mode], sight)
+        changed |= _keep_scales(captured.graphs[mode], sight)
     if len(graph.tapes) == 1:  # train mode did not run on the example
-        emission.graphs["train"] = emission.graphs["eval"]
-    return encode(emission) if changed else None
+        captured.graphs["train"] = captured.graphs["eval"]
+    return encode(captured) if changed else None
 
 
 def _is_cut(path: str, graph: Graph, alive: Tensor) -> bool:
@@ -81,7 +81,7 @@ class _Sight:
         return self.tape.marks.get((self.path, node.name), [])
 
     def number(self, node: fx.Node) -> Any:
-        return self.tape.numbers.get((self.path, node.name))
+        return self.tape.marked_numbers.get((self.path, node.name))
 
     def given(self, item: Any) -> Any:
         """A number, whether the code has it as such or computes it; None if a node gives none."""

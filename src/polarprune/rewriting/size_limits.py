@@ -326,7 +326,7 @@ def _trilinear(one: Tensor, two: Tensor, three: Tensor, *args: Any) -> float:
 
 
 def _compared(one: Tensor, two: Tensor, *args: Any, **kwargs: Any) -> float:
-    """Place by place, with a few steps between, though a single number may come out."""
+    """Location by place, with a few steps between, though a single number may come out."""
     full = math.prod(map(float, torch.broadcast_shapes(one.shape, two.shape)))
     return 4 * full * one.element_size()
 

@@ -16,7 +16,7 @@ from torch import fx
 
 from ..errors import PruneError
 from .allowed_calls import ATTRIBUTES, METHODS, function_named, name_of_function, takes
-from .emission import Emission
+from .captured_forward import CapturedForward
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _PATH = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*", re.ASCII)
@@ -68,14 +68,14 @@ def is_path(path: Any) -> bool:
     )
 
 
-def encode(emission: Emission) -> dict[str, Any]:
+def encode(captured: CapturedForward) -> dict[str, Any]:
     """As plain data."""
-    graphs = {mode: encode_graph(graph) for mode, graph in emission.graphs.items()}
-    fixed = {number: _encode(value) for number, value in emission.fixed.items()}
-    return {"form": emission.form, "fixed": fixed, **graphs}
+    graphs = {mode: encode_graph(graph) for mode, graph in captured.graphs.items()}
+    fixed = {number: _encode(value) for number, value in captured.fixed.items()}
+    return {"form": captured.form, "fixed": fixed, **graphs}
 
 
-def decode(data: Any) -> Emission:
+def decode(data: Any) -> CapturedForward:
     try:
         return _decode_emission(data)
     except PruneError:
@@ -98,7 +98,7 @@ def _target(node: fx.Node) -> str:
     return name_of_function(node.target) if node.op == "call_function" else str(node.target)
 
 
-def _decode_emission(data: Any) -> Emission:
+def _decode_emission(data: Any) -> CapturedForward:
     _check(type(data) is dict and data.keys() == {"form", "fixed", "train", "eval"}, "its parts")
     form, fixed = data["form"], data["fixed"]
     _check(form is None or (type(form) is str and len(form) < 2**16), "the form of a call")
@@ -109,7 +109,7 @@ def _decode_emission(data: Any) -> Emission:
     count = len(inputs[0]) + len(fixed)
     fine = inputs[0] == inputs[1] and fixed.keys() <= {str(k) for k in range(count)}
     _check(fine and (form is None or form.count(_LEAF) == count), "arguments")
-    return Emission(form, {key: _decode(value, {}) for key, value in fixed.items()}, graphs)
+    return CapturedForward(form, {key: _decode(value, {}) for key, value in fixed.items()}, graphs)
 
 
 def _decode_graph(data: Any) -> fx.Graph:

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from ..channels.graph import Graph
 from ..channels.labels import support
-from .emission import Emission, with_forward
+from .captured_forward import CapturedForward, with_forward
 
 WEIGHTS = "polar_weights"  # the child that knows the gates
 
@@ -138,10 +138,10 @@ def can_be_weighted(node: fx.Node) -> bool:
     return node.target in _WEIGHTED
 
 
-def weighted(emission: Emission, nodes: Mapping[str, Mapping[str, int]]) -> Emission:
-    """The emission with these nodes (mode -> name -> axis of the channels) weighted."""
+def weighted(captured: CapturedForward, nodes: Mapping[str, Mapping[str, int]]) -> CapturedForward:
+    """The captured with these nodes (mode -> name -> axis of the channels) weighted."""
     for mode, places in nodes.items():
-        graph = emission.graphs[mode]
+        graph = captured.graphs[mode]
         for node in [node for node in graph.nodes if node.name in places]:
             with graph.inserting_before(node):
                 gates = graph.call_module(WEIGHTS)
@@ -152,10 +152,12 @@ def weighted(emission: Emission, nodes: Mapping[str, Mapping[str, int]]) -> Emis
                 )
             node.replace_all_uses_with(new)
             graph.erase_node(node)
-    return emission
+    return captured
 
 
-def weights_in(graph: Graph, path: str, emission: Emission) -> tuple[Tensor, Emission] | None:
+def weights_in(
+    graph: Graph, path: str, captured: CapturedForward
+) -> tuple[Tensor, CapturedForward] | None:
     """The channels that a module takes means over, and what it computes with weights."""
     mine = {item.op: item.layer for item in graph.statistics if item.op.module == path}
     first = next(iter(mine.values())).flatten()
@@ -163,7 +165,7 @@ def weights_in(graph: Graph, path: str, emission: Emission) -> tuple[Tensor, Emi
         return None  # called on several sets of channels
     nodes: dict[str, dict[str, int]] = {}
     for mode, tape in zip(("eval", "train"), graph.tapes, strict=False):
-        code = {node.name: node for node in emission.graphs[mode].nodes}
+        code = {node.name: node for node in captured.graphs[mode].nodes}
         ends = [(end, name) for (where, name), end in tape.ends.items() if where == path]
         for number, op in enumerate(tape.ops):
             if op in mine:
@@ -175,8 +177,8 @@ def weights_in(graph: Graph, path: str, emission: Emission) -> tuple[Tensor, Emi
         if mode not in nodes:
             return None
     if len(graph.tapes) == 1:
-        nodes["train"] = nodes["eval"] if emission.only else {}
-    return first, weighted(copy.deepcopy(emission), nodes)
+        nodes["train"] = nodes["eval"] if captured.only else {}
+    return first, weighted(copy.deepcopy(captured), nodes)
 
 
 def weight_of(gates: Tensor) -> Tensor:

@@ -17,14 +17,14 @@ from torch.nn.modules import instancenorm
 
 from ..channels.graph import Graph, Plan, module_of, stays
 from ..errors import PruneError
-from ..rewriting.emission import with_forward
-from ..rewriting.forward_weights import all_baked, expose
-from ..rewriting.parametrizations import bake, is_gated, parametrized
+from ..rewriting.captured_forward import with_forward
+from ..rewriting.forward_weights import expose, without_computed_weights
+from ..rewriting.parametrizations import is_gated, make_plain, parametrized
 from ..rewriting.remove_branches import owner_of, vanishing, without_branches
-from ..rewriting.resize import rewiring
+from ..rewriting.resize import resized
 from ..rewriting.stored_graphs import decode, encode
 from ..rewriting.weighted_norms import Fixed, open_encoders, unweigh, weigh, weight_of
-from ..tracing.tape import Op, copied, named_tensors
+from ..tracing.tape import Op, copy_model, named_tensors
 from ..validation.arguments import check_graph
 from .attention import Attention
 from .recipe import (
@@ -46,7 +46,7 @@ def shrink(model: nn.Module, graph: Graph, plan: Plan) -> nn.Module:
     """
     check_graph("shrink", model, graph, Graph)
     alive = graph.alive(plan)
-    for name, group in graph.open.items():
+    for name, group in graph.prunable.items():
         left = int(alive[group.offset : group.offset + group.size].sum())
         if left < group.minimum:
             raise PruneError(
@@ -55,7 +55,7 @@ def shrink(model: nn.Module, graph: Graph, plan: Plan) -> nn.Module:
                 f"print(graph) says why."
             )
     warn_of_hooks(model)
-    model = all_baked(model, graph.inline)
+    model = without_computed_weights(model, graph.forward_weights)
     return cut_copy(model, write_recipe(model, graph, plan))
 
 
@@ -87,7 +87,7 @@ def write_recipe(model: nn.Module, graph: Graph, plan: Plan) -> Recipe:
     modules = dict(model.named_modules(remove_duplicate=False))
     describe_modules(modules, recipe)
     recipe.constants = [path for path in recipe.constants if graph.ops_in(path)]  # called, not read
-    for path, places in graph.numbers.items():
+    for path, places in graph.size_attributes.items():
         sizes = {name: graph.width(path, place, alive) for name, place in places.items()}
         recipe.attributes.setdefault(path, {}).update(sizes)
     for path, module in modules.items():
@@ -103,12 +103,12 @@ def write_recipe(model: nn.Module, graph: Graph, plan: Plan) -> Recipe:
             shape = _unflattened(path, module, graph, alive)
             if shape:
                 recipe.attributes[path] = {"unflattened_size": shape}
-    for path, one in graph.inline.items():
+    for path, one in graph.forward_weights.items():
         recipe.unread += [f"{path}.{name}" for name in one.unread]
         if path not in recipe.constants:
-            recipe.rewired[path] = encode(one.emission)
-    for path in graph.rewired:
-        graphs = rewiring(path, graph, alive)
+            recipe.rewired[path] = encode(one.captured)
+    for path in graph.rewritten:
+        graphs = resized(path, graph, alive)
         if graphs:
             recipe.rewired[path] = graphs
     _take_out_blocks(modules, graph, recipe)
@@ -121,8 +121,8 @@ def _take_out_blocks(modules: dict[str, nn.Module], graph: Graph, recipe: Recipe
         edits = vanishing(path, modules[path], graph, silent)
         if edits:
             code = None
-            if path in graph.rewired:  # whether or not a number in it changes
-                code = decode(recipe.rewired.get(path, encode(graph.rewired[path])))
+            if path in graph.rewritten:  # whether or not a number in it changes
+                code = decode(recipe.rewired.get(path, encode(graph.rewritten[path])))
             code, recipe.removed[path] = without_branches(modules[path], code, edits)
             recipe.rewired[path] = encode(code)
 
@@ -176,7 +176,7 @@ def _incoming(path: str, width: int, graph: Graph, alive: Tensor) -> int | None:
 def cut_copy(model: nn.Module, recipe: Recipe, *, from_file: bool = False) -> nn.Module:
     """A smaller copy of a model."""
     check_shapes(model, recipe.shapes, OTHER_MODEL)
-    return _reform(copied(model, dict(_pieces(model, recipe))), recipe, from_file=from_file)
+    return _reform(copy_model(model, dict(_pieces(model, recipe))), recipe, from_file=from_file)
 
 
 def mock_copy(model: nn.Module, recipe: Recipe, *, values: bool) -> nn.Module:
@@ -185,7 +185,7 @@ def mock_copy(model: nn.Module, recipe: Recipe, *, values: bool) -> nn.Module:
     memo |= _pieces(model, recipe, _sliced if values else _sized)
     for module in model.modules():  # tables of hooks, most of them empty, are slow to copy
         memo |= {id(t): type(t)() for t in vars(module).values() if isinstance(t, dict) and not t}
-    return _reform(copied(model, memo), recipe)
+    return _reform(copy_model(model, memo), recipe)
 
 
 def _pieces(
@@ -297,7 +297,7 @@ def fold(model: nn.Module, graph: Graph, gates: Tensor) -> None:
 
     Norms over gated channels take them as weights.
     """
-    bake(expose(model, graph.inline), graph.computed)
+    make_plain(expose(model, graph.forward_weights), graph.computed)
     tensors = dict(named_tensors(model))
     weigh(model, graph, lambda units: Fixed(weight_of(spread(gates, units, 0, 1))))
     open_encoders(model)
@@ -318,8 +318,8 @@ def spread(gates: Tensor, units: Tensor, axis: int, dim: int) -> Tensor:
 
 def plain(model: nn.Module) -> nn.Module:
     """A copy without gates: they are multiplied into the weights."""
-    model = copied(model)
-    bake(model, [name for name, _, _, parts in parametrized(model) if is_gated(parts)])
+    model = copy_model(model)
+    make_plain(model, [name for name, _, _, parts in parametrized(model) if is_gated(parts)])
     unweigh(model)
     drop_hooks(model)
     return model

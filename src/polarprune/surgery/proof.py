@@ -15,7 +15,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..errors import PruneError
 from ..rewriting.parametrizations import settle_weights
 from ..tracing.recorder import FORGOTTEN
-from ..tracing.tape import Example, as_call, copied, named_tensors, opened, tensors_in, untouched
+from ..tracing.tape import (
+    Example,
+    as_call,
+    copy_model,
+    named_tensors,
+    opened,
+    tensors_in,
+    untouched,
+)
 from .other_inputs import ANOTHER_BATCH, fresh_inputs
 
 
@@ -299,7 +307,7 @@ def count_macs(model: nn.Module, example: Example) -> int:
 def in_double(model: nn.Module, example: Example) -> tuple[nn.Module, Example]:
     """A copy of model and example in float64."""
     double = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, example)
-    return copied(model).double(), double
+    return copy_model(model).double(), double
 
 
 def own_copy(example: Example) -> Example:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from ..errors import PruneError
-from .shape_only import STAND_INS, forget
+from .shape_only import STAND_INS, release_stand_ins
 from .tape import (
     Example,
     Mark,
@@ -60,13 +60,13 @@ class _Recorder(TorchDispatchMode):
         self.known: dict[int, tuple[Callable[[], Tensor | None], Value]] = {}  # by id, while alive
         for name, tensor in named_tensors(model):
             value = self._know(tensor, _value(tensor, name))
-            if value.whole and not tensor.is_meta and tensor.numel() < _SMALL:
+            if value.is_integer and not tensor.is_meta and tensor.numel() < _SMALL:
                 value.data = _copied(tensor)
         named = [value for _, value in self.known.values()]
         self.tape.inputs = self.values(example)
         # Values that are what they would be: the example, integers of the model, what comes of
         # these. Not its floats: the weights of a trial cut are only shapes.
-        self.real = {*self.tape.inputs, *(value for value in named if value.whole)}
+        self.real = {*self.tape.inputs, *(value for value in named if value.is_integer)}
         self.made: set[Value] = set()  # in this run; all others are the model's or the user's
         self.before: list[tuple[Tensor, Tensor]] = []  # what was in those, if they are written to
         self.seeds: tuple[int, ...] = ()  # of the default generators, as the run begins
@@ -87,7 +87,7 @@ class _Recorder(TorchDispatchMode):
         if found is None:
             before, self.busy = self.busy, True
             found = self._know(tensor, _value(tensor))
-            if found.whole and not tensor.is_meta and tensor.numel() < 1_000_000:
+            if found.is_integer and not tensor.is_meta and tensor.numel() < 1_000_000:
                 found.data = _copied(tensor) if tensor.numel() else tensor
             self.busy = before
         return found
@@ -169,7 +169,7 @@ class _Recorder(TorchDispatchMode):
         if op.func._schema.is_mutable:
             self.real.difference_update(value.root for value in inputs)
         # (The indices of a maximum come after it, and perhaps nobody ever reads them.)
-        whole = any(value.whole for value in (*made_up, *op.outs[:1]))
+        whole = any(value.is_integer for value in (*made_up, *op.outs[:1]))
         self.tape.looked |= whole and not _gives_views(op.func)
 
 
@@ -258,8 +258,8 @@ _SMALL = 4096
 
 def _value(tensor: Tensor, name: str = "") -> Value:
     kind = tensor.dtype
-    whole = not (kind.is_floating_point or kind.is_complex)
-    return Value(tuple(tensor.shape), name, tensor.stride(), kind.itemsize, whole=whole)
+    is_integer = not (kind.is_floating_point or kind.is_complex)
+    return Value(tuple(tensor.shape), name, tensor.stride(), kind.itemsize, is_integer=is_integer)
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -381,7 +381,7 @@ def attempt(
         failed = error
     finally:
         recorder.tape.sizes.active = False
-        forget()
+        release_stand_ins()
         with torch.no_grad():
             for tensor, before in reversed(recorder.before):
                 tensor.copy_(before)
@@ -398,7 +398,7 @@ def _marker(recorder: _Recorder, path: str) -> Mark:
     def mark(name: str, result: Any) -> None:
         recorder.tape.ends.setdefault((path, name), len(recorder.tape.ops))
         if isinstance(result, (int, float)):
-            recorder.tape.numbers.setdefault((path, name), plain(result))
+            recorder.tape.marked_numbers.setdefault((path, name), plain(result))
         else:
             recorder.tape.marks.setdefault((path, name), recorder.values(result))
 

@@ -27,7 +27,7 @@ def _zeros(like: Tensor, shape: Sequence[int]) -> Tensor:
     return _memory[kind][:size].view(shape)
 
 
-def forget() -> None:
+def release_stand_ins() -> None:
     """Give the memory back."""
     _memory.clear()
 

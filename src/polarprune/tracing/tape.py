@@ -38,7 +38,7 @@ class Value:
     itemsize: int = 4
     base: Value | None = None  # what it is a view of
     data: Tensor | None = None  # kept for small integer tensors (they may be indices), constants
-    whole: bool = False  # integers or booleans
+    is_integer: bool = False  # or boolean
 
     @property
     def root(self) -> Value:
@@ -104,7 +104,7 @@ class Tape:
     outputs: list[Value] = field(default_factory=list)
     told: list[Value] = field(default_factory=list)  # what Python code read values of, or shapes
     marks: dict[tuple[str, str], list[Value]] = field(default_factory=dict)
-    numbers: dict[tuple[str, str], int | float] = field(default_factory=dict)  # marked ones
+    marked_numbers: dict[tuple[str, str], int | float] = field(default_factory=dict)
     ends: dict[tuple[str, str], int] = field(default_factory=dict)  # operations before each mark
     sizes: SizeLog = field(default_factory=SizeLog)  # what Python code did with sizes
     broken: str | None = None  # the module in which the run failed
@@ -155,7 +155,9 @@ class Tape:
 def tells(op: Op) -> list[Value]:
     """The tensors whose values become a number or a shape."""
     if op.name == "index":
-        return [value for value in op.inputs()[1:] if value.whole and value.itemsize == 1]  # masks
+        return [
+            value for value in op.inputs()[1:] if value.is_integer and value.itemsize == 1
+        ]  # masks
     return op.inputs() if _is_telling(op.func) else []
 
 
@@ -177,7 +179,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                     yield stem + name, tensor
 
 
-def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """A deep copy. Activations that a module still holds come along without their history, and
     scripted functions as they are: torch copies neither."""
     memo = {} if memo is None else memo
@@ -298,7 +300,7 @@ def empty_slots(model: nn.Module) -> list[tuple[nn.Module, str]]:
 _OWN = frozenset(vars(nn.Module()))  # the tables that torch's modules have
 
 
-def forget(slots: list[tuple[nn.Module, str]]) -> list[tuple[dict[str, Any], str, Any]]:
+def clear_slots(slots: list[tuple[nn.Module, str]]) -> list[tuple[dict[str, Any], str, Any]]:
     """Empty them of what a run left there: of a batch that is over, as wide as the model was."""
     kept: list[tuple[dict[str, Any], str, Any]] = [
         (table, key, table[key])
@@ -314,7 +316,7 @@ def forget(slots: list[tuple[nn.Module, str]]) -> list[tuple[dict[str, Any], str
 @contextmanager
 def emptied(slots: list[tuple[nn.Module, str]]) -> Iterator[None]:
     """The same for a while."""
-    kept = forget(slots)
+    kept = clear_slots(slots)
     try:
         yield
     finally:

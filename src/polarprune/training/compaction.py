@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 from ..channels.graph import Graph, plan_of, stays
 from ..errors import PruneError
 from ..gates.gate import Gate
-from ..gates.install import place
+from ..gates.install import insert_gates
 from ..rewriting.parametrizations import is_gated
 from ..surgery.apply import cut_copy, selected, write_recipe
 from ..surgery.recipe import RECIPE, Recipe
-from ..tracing.tape import copied, named_tensors
+from ..tracing.tape import copy_model, named_tensors
 
 
 def skeleton(model: nn.Module) -> nn.Module:
@@ -33,7 +33,7 @@ def skeleton(model: nn.Module) -> nn.Module:
         if isinstance(tensor, nn.Parameter):
             bare = nn.Parameter(bare, tensor.requires_grad)
         memo[id(tensor)] = bare
-    return copied(model, memo)
+    return copy_model(model, memo)
 
 
 class Rebuild:
@@ -87,7 +87,7 @@ class Rebuild:
                         left.add(id(found))
                         table[key] = found
         for optimizer in optimizers:
-            _forget(optimizer, {id(tensor) for tensor in held.values()} - left)
+            _drop_parameters(optimizer, {id(tensor) for tensor in held.values()} - left)
         _Takeover(self.recipe)(model, new)
         setattr(model, RECIPE, self.recipe.to_json())
 
@@ -95,12 +95,12 @@ class Rebuild:
         self, model: nn.Module, gates: dict[str, Gate], optimizers: Sequence[Optimizer] = ()
     ) -> None:
         """The same for a model with gates, which are cut and put back in."""
-        for name, group in self.graph.open.items():
+        for name, group in self.graph.prunable.items():
             mine = slice(group.offset, group.offset + group.size)
             kept = self._kept({0: torch.arange(len(self.after))[mine]})
             cut(gates[name].alpha, kept, optimizers)
         self(model, optimizers)
-        place(model, self.graph, gates, self.after)
+        insert_gates(model, self.graph, gates, self.after)
 
     def check_copy(self, copy: nn.Module, model: nn.Module) -> None:
         """Refuse what is no copy of the gated model."""
@@ -180,7 +180,7 @@ def cut(tensor: Tensor, kept: dict[int, Tensor], optimizers: Sequence[Optimizer]
                 state[key] = selected(value, kept)
 
 
-def _forget(optimizer: Optimizer, gone: set[int]) -> None:
+def _drop_parameters(optimizer: Optimizer, gone: set[int]) -> None:
     """Layers that were taken out have nothing left to learn."""
     for group in optimizer.param_groups:
         for parameter in [p for p in group["params"] if id(p) in gone]:

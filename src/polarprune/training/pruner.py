@@ -23,10 +23,10 @@ from ..errors import PruneError
 from ..gates.gate import Gate, gate_value
 from ..gates.install import install
 from ..report.report import Report
-from ..rewriting.forward_weights import all_baked
+from ..rewriting.forward_weights import without_computed_weights
 from ..surgery.apply import plain, shrink, warn_of_hooks
 from ..surgery.proof import check_macs, example_for, own_copy, prove_cut
-from ..tracing.tape import Example, copied, emptied, empty_slots, forget
+from ..tracing.tape import Example, clear_slots, copy_model, emptied, empty_slots
 from ..validation.arguments import (
     check_done,
     check_finite,
@@ -103,7 +103,7 @@ class Pruner:
         self.model, self.example = model, example
         self.lam, self.steps, self.schedule = lam, steps, schedule
         self.multiple_of = multiple_of
-        self._survey = partial(survey, keep=keep, rules=rules, norms=norms, numbers=True)
+        self._survey = partial(survey, keep=keep, rules=rules, norms=norms, compare_outputs=True)
         self.graph: Graph = self._survey(model, example)
         check_prunable(self.graph)
         self.budget = Budget(self.graph, limits or {"macs": 0.0}, multiple_of)
@@ -114,7 +114,7 @@ class Pruner:
             self._watch.install(self.budget)
         if limits:
             self.budget.check_reachable()
-        self._bare = skeleton(all_baked(model, self.graph.inline))
+        self._bare = skeleton(without_computed_weights(model, self.graph.forward_weights))
         self._slots = empty_slots(model)
         self._present = torch.ones(self.graph.units, dtype=torch.bool, device="cpu")
         self.gates: dict[str, Gate] = install(model, self.graph, example)
@@ -393,7 +393,7 @@ class Pruner:
         if verify:
 
             def cut(gated: nn.Module) -> nn.Module:
-                trial = copied(gated)
+                trial = copy_model(gated)
                 rebuild.gated(trial, gates_in(trial, self.model, self.gates))
                 return trial
 
@@ -433,7 +433,7 @@ class Pruner:
             rebuild.gated(other, gates_in(other, self.model, self.gates))
         rebuild.gated(self.model, self.gates, optimizers)
         torch.clear_autocast_cache()
-        forget(self._slots)
+        clear_slots(self._slots)
         self.compactions += 1
         self._present = rebuild.after
         self._stepper.take_out(rebuild.after)
@@ -490,7 +490,7 @@ class Pruner:
         return self._state()
 
     def _state(self) -> dict[str, Any]:
-        sizes = [group.size for group in self.graph.open.values()]
+        sizes = [group.size for group in self.graph.prunable.values()]
         return {
             "settings": self._settings(),
             "schedule": asdict(self.schedule),

@@ -125,7 +125,7 @@ def _whole(number: Any) -> bool:
 
 
 def check_prunable(graph: Graph) -> None:
-    if not graph.open:
+    if not graph.prunable:
         reasons = dict.fromkeys([*graph.notes, *(g.reason for g in graph.groups.values())])
         raise PruneError(
             "no prunable channels: every group stays whole ("

@@ -190,7 +190,7 @@ def _latency_parts(
 def _check_present(state: dict[str, Any], graph: Graph) -> None:
     """What was taken out is closed, and what has to stay is there."""
     present = state["present"].cpu()
-    for name, group in graph.open.items():
+    for name, group in graph.prunable.items():
         mine = present[group.offset : group.offset + group.size]
         if int(mine.sum()) < group.minimum:
             _refuse("present", f"leaves {int(mine.sum())} channels of {name}, which needs more")

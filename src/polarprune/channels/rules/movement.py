@@ -132,7 +132,7 @@ def cut(flow: Flow, op: Op) -> None:
         return flow._uniform.add(op.outs[0])
     for layer in flow.layers(source):
         if axis in support(layer) and op.outs[0].shape[axis] != source.shape[axis]:
-            flow.baked.append((op, layer, axis))
+            flow.channel_counts.append((op, layer, axis))
             _freeze_repeated(flow, op, layer, axis)
             if op.name == "slice" and len(op.args) > 4 and op.args[4] != 1:
                 rest = tuple(other for other in support(layer) if other != axis)
@@ -150,7 +150,7 @@ def select(flow: Flow, op: Op) -> None:
     axis = op.args[1] % len(source.shape)
     for layer in flow.layers(source):
         if axis in support(layer):
-            flow.baked.append((op, layer, axis))
+            flow.channel_counts.append((op, layer, axis))
             _freeze_repeated(flow, op, layer, axis)
     movement(flow, op)
 
@@ -240,7 +240,7 @@ def split(flow: Flow, op: Op) -> None:
     for layer in flow.layers(source):
         if axis in support(layer):
             if len(sizes) > 1:
-                flow.baked.append((op, layer, axis))
+                flow.channel_counts.append((op, layer, axis))
             else:
                 rows = layer.unflatten(axis, (len(op.outs), -1))
                 flow.labels.join(rows, rows.narrow(axis, 0, 1))
@@ -322,7 +322,7 @@ def pad(flow: Flow, op: Op) -> None:
                     flow.labels.freeze(layer, f"padded across channels in {op.where}")
                     continue
                 ends = [along(flow.labels.fresh(n), axis, layer.dim()) for n in (before, after)]
-                flow.baked.append((op, layer, axis))
+                flow.channel_counts.append((op, layer, axis))
                 layer = torch.cat([ends[0], layer, ends[1]], axis)
         moved.append(layer)
     _moved(flow, op, source, [[x for x in moved if _fits(x, out.shape)]])
@@ -362,7 +362,7 @@ def _reordered(flow: Flow, op: Op, layer: Tensor, axis: int, index: Value) -> li
     if order is None:
         flow.labels.freeze(layer, f"channels are picked by index in {op.where}")
         return []
-    flow.baked.append((op, layer, axis))
+    flow.channel_counts.append((op, layer, axis))
     moved = layer.index_select(axis, order % layer.shape[axis])
     if not index.name and support(moved) == (axis,):  # numbers in the code: as many as are left
         flow.set(index, [moved.flatten()])

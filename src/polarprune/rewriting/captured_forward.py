@@ -26,7 +26,7 @@ PLAIN = (bool, str, float, torch.dtype, torch.device, type(None))
 
 
 @dataclass
-class Emission:
+class CapturedForward:
     """What a module computes for a call of one form, in train and in eval mode."""
 
     form: str | None  # of the arguments, as torch's pytree writes it; None: as they are named
@@ -190,15 +190,17 @@ def _same(one: Any, other: Any) -> bool:
 # --- running --------------------------------------------------------------------------------------
 
 
-def with_forward(module: nn.Module, emission: Emission, *, from_file: bool = False) -> nn.Module:
+def with_forward(
+    module: nn.Module, captured: CapturedForward, *, from_file: bool = False
+) -> nn.Module:
     """The same module, of a subclass of its class that computes what the graphs say."""
-    return with_method(module, forward_of(emission, from_file=from_file))
+    return with_method(module, forward_of(captured, from_file=from_file))
 
 
-def forward_of(emission: Emission, *, from_file: bool = False) -> Callable[..., Any]:
-    functions = {mode: runner(g, from_file=from_file) for mode, g in emission.graphs.items()}
-    simple = emission.simple
-    leaves = _by_name(emission) if emission.form is None else emission.leaves
+def forward_of(captured: CapturedForward, *, from_file: bool = False) -> Callable[..., Any]:
+    functions = {mode: runner(g, from_file=from_file) for mode, g in captured.graphs.items()}
+    simple = captured.simple
+    leaves = _by_name(captured) if captured.form is None else captured.leaves
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         function = functions["train" if self.training else "eval"]
@@ -206,14 +208,14 @@ def forward_of(emission: Emission, *, from_file: bool = False) -> Callable[..., 
             return function(self, *args)
         return function(self, *leaves(self, args, kwargs))
 
-    if emission.form is None:
-        setattr(forward, CODE, emission.graphs["train"])  # fx could not write it down again
+    if captured.form is None:
+        setattr(forward, CODE, captured.graphs["train"])  # fx could not write it down again
     return forward
 
 
-def _by_name(emission: Emission) -> Callable[..., list[Any]]:
+def _by_name(captured: CapturedForward) -> Callable[..., list[Any]]:
     """The arguments of the graph, from those of a call: by the names of the placeholders."""
-    inputs = [node for node in emission.graphs["train"].nodes if node.op == "placeholder"]
+    inputs = [node for node in captured.graphs["train"].nodes if node.op == "placeholder"]
     names = [str(node.target) for node in inputs]
     defaults = {str(node.target): node.args[0] for node in inputs if node.args}
 
@@ -235,8 +237,8 @@ def with_method(
     family = type(module)
     vars(module).pop("forward", None)  # a method that it chose would come before its class
 
-    def set_unless_baked(self: nn.Module, name: str, value: Any) -> None:
-        known = numbers_in(self)
+    def set_unless_fixed(self: nn.Module, name: str, value: Any) -> None:
+        known = plain_attributes(self)
         free = widths_change and type(value) is int
         if name in known and value != known[name] and not free:
             raise PruneError(
@@ -247,20 +249,20 @@ def with_method(
 
     with suppress(TypeError, ValueError):  # torch.export goes by it
         forward.__signature__ = inspect.signature(family.forward)  # type: ignore[attr-defined]
-    methods = {"forward": forward, "__setattr__": set_unless_baked}
+    methods = {"forward": forward, "__setattr__": set_unless_fixed}
     module.__class__ = type(family.__name__, (family,), methods)
     return module
 
 
-def baked_in(module: nn.Module) -> dict[str, Any]:
+def fixed_values(module: nn.Module) -> dict[str, Any]:
     """All values of a module that re-emitted code goes on with as they were."""
     tensors = {k: v for k, v in (*vars(module).items(), *module._buffers.items())
                if isinstance(v, Tensor) and v.dim() == 1 and v.numel() <= LONGEST}  # fmt: skip
     orders = {k: v.tolist() for k, v in tensors.items() if v.dtype == torch.int64 and not v.is_meta}
-    return {**numbers_in(module), **orders}
+    return {**plain_attributes(module), **orders}
 
 
-def numbers_in(module: nn.Module) -> dict[str, Any]:
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
     """Plain values that a module holds, which its code may read."""
     kinds = (bool, int, float, str)
     return {k: v for k, v in vars(module).items() if isinstance(v, kinds) and k != "training"}
