@@ -110,10 +110,14 @@ def summary(
     history: list[dict[str, Any]], rows: list[dict[str, Any]], macs: float, schedule: Schedule,
     steps: int,
 ) -> dict[str, float]:  # fmt: skip
-    """The largest distance from the path in points, and the largest rise of the loss."""
+    """Largest distances from the path and fall of the MACs in points, and rise of the loss."""
     apart = [row["macs"] - path(schedule, row["step"], steps, macs) for row in history]
     losses = [row["recalibrated_loss"] for row in rows]
+    falls = [(old["macs"] - new["macs"], new["closed"] - old["closed"])
+             for old, new in pairwise(history)]  # fmt: skip
     return {
+        "largest_fall": 100 * max(falls)[0],  # between two looks
+        "channels_in_it": max(falls)[1],
         "above_path": 100 * max(apart),
         "below_path": 100 * max(-distance for distance in apart),
         "loss_ratio": max(later / before for before, later in pairwise(losses)),
