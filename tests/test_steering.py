@@ -88,8 +88,9 @@ def stored(**changes: Any) -> dict[str, Any]:
     return {
         "network": "resnet20", "macs": 0.5, "above_path": 0.1, "below_path": 1.9,
         "largest_fall": 2.4, "channels_in_it": 1, "landing": {"gates": 0, "macs": 0.0},
-        "loss_ratio": 1.19, "accuracy": 0.8, "baseline": 0.7, "curves": curves, "images": 80, "test_images": 20,
-        "size": 8, "recipe": {"epochs": 2, "seed": 0, "batch": 8, "baseline_epochs": 1},
+        "loss_ratio": 1.19, "accuracy": 0.8, "baseline": 0.7, "curves": curves,
+        "images": 80, "test_images": 20, "size": 8,
+        "recipe": {"epochs": 2, "seed": 0, "batch": 8, "baseline_epochs": 1},
         "machine": "a machine", "versions": {"torch": "2"}, "commit": "abc", **changes,
     }  # fmt: skip
 
