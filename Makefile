@@ -42,6 +42,7 @@ coverage: venv
 # The paper's figures and tables, from the logs in results/.
 figures: venv
 	$(BIN)/python benchmarks/figures.py
+	$(BIN)/python benchmarks/steering_page.py
 	$(BIN)/python benchmarks/results.py
 
 # Leaves .venv and runs/ alone.

@@ -21,6 +21,7 @@ from figures import PAPER
 from polarprune.experiments.methods import METHODS
 from polarprune.experiments.recipes import RECIPES, Controls
 from sayings import SAYINGS
+from steering_page import section as steering
 
 ROOT = Path(__file__).parent.parent
 MARKS = ("<!-- results table -->", "<!-- end of results table -->")
@@ -416,6 +417,8 @@ def page(runs: list[Stored], folder: Path) -> str:
         f"are runs of {SHORT} epochs on ResNet-56 and CIFAR-10, from the same baseline and without "
         "a teacher; the paper's are on ImageNet.",
         *shown(),
+        "## Steering",
+        *steering(),
         "## Segmentation",
         *segmentation(folder),
         "## Style transfer",

@@ -75,7 +75,7 @@ class VGG(nn.Module):
             wide = width
         self.features = nn.Sequential(*layers, nn.AvgPool2d(2))
         self.head = nn.Sequential(
-            nn.Linear(512, 512), nn.BatchNorm1d(512), nn.ReLU(), nn.Linear(512, classes)
+            nn.Linear(wide, 512), nn.BatchNorm1d(512), nn.ReLU(), nn.Linear(512, classes)
         )
         _begin(self)
 
