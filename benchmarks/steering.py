@@ -27,7 +27,7 @@ from typing import Any
 import torch.nn.functional as F
 
 from polarprune import Schedule
-from polarprune.bench import environment
+from polarprune.cost.timing import environment
 from polarprune.experiments.data import Data, Images, open_cifar10
 from polarprune.experiments.networks import NETWORKS, VGG, MobileNetV2
 from polarprune.experiments.recipes import RECIPES, Recipe
