@@ -27,7 +27,7 @@ ORDER = {
         "size_limits",
         "interpreter",
         "allowed_calls",
-        "emission",
+        "captured_forward",
         "stored_graphs",
         "capture",
         "parametrizations",

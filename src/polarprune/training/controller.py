@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cost.budget import Budget
+from ..cost.budget import Blocks, Budget
 from .schedule import Schedule
 
 _MORE = 1e-4  # than exactly what closes a gate in time: numbers are rounded
@@ -53,6 +53,21 @@ class Controller:
             return torch.zeros_like(alpha, dtype=torch.bool)
         blocks = budget.blocks(alpha, worth)
         last = budget.needed(n, blocks, 0.0) - (not budget.is_coarse)
-        count = min(budget.needed(n, blocks, target), last)
+        count = min(self._nearest(n, blocks, target), last)
         closing = (blocks.member >= 0) & (blocks.member < count)
         return closing & budget.planned(alpha, worth) if budget.is_coarse else closing
+
+    def _nearest(self, n: Tensor, blocks: Blocks, target: float) -> int:
+        """How many blocks to close so that the cost is as near to its path as blocks allow.
+
+        The last block crosses the path. An expensive channel would cross it by points, so that
+        block waits if the cost is nearer to the path without it.
+        """
+        count = self.budget.needed(n, blocks, target)
+        if count == 0 or self.budget.is_coarse:
+            return count
+        before, after = (
+            abs(float(self.budget.excess(self.budget.after(n, blocks, k))) - target)
+            for k in (count - 1, count)
+        )
+        return count - 1 if before < after else count
