@@ -27,8 +27,8 @@ ORDER = [
     "experiments", "cli",
 ]
 EXPERIMENTS = [
-    "recipes", "processes", "task", "data", "voc", "imagenet", "style", "deeplab", "networks",
-    "kinds", "training", "run", "concrete", "methods", "commands",
+    "recipes", "source", "processes", "task", "data", "voc", "imagenet", "style", "deeplab",
+    "networks", "kinds", "training", "run", "concrete", "methods", "commands",
 ]
 # fmt: on
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("__"))
