@@ -107,6 +107,7 @@ EXPERIMENTS = {
     "resnet56-34": Experiment("resnet56", 0.3436, after="resnet56-47-seed0", ships="resnet56-34"),
     "vgg16-31": Experiment("vgg16", 0.3055, ships="vgg16-31"),
     "mobilenetv2-54": Experiment("mobilenetv2", 0.5378, ships="mobilenetv2-54"),
+    "mobilenetv2_88m-54": Experiment("mobilenetv2_88m", 0.5378, ships="mobilenetv2_88m-54"),
     **{
         f"resnet56-47-{method}": compared(method) for method in ("gdp", *METHODS)
     },
@@ -126,8 +127,8 @@ EXPERIMENTS = {
     },
     "style-48": Experiment("stylenet", 0.48),
     **{  # to choose numbers by
-        f"held-out-mobilenetv2-{decay}": Experiment(
-            "mobilenetv2", hold_out=5000,
+        f"held-out-mobilenetv2_88m-{decay}": Experiment(
+            "mobilenetv2_88m", hold_out=5000,
             change=(f"baseline_epochs={2 * SHORT}", f"weight_decay={decay}"),
         )
         for decay in (0.0001, 0.0002, 0.0005)

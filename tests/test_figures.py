@@ -141,6 +141,7 @@ def test_every_figure_has_a_sentence_with_its_numbers(full: Path) -> None:
     last = figures.log(figures.MAIN)[-1]["histogram"]
     assert f"{sum(last[1:-1]) / sum(last):.1%} at the end" in said["histograms"]
     assert sayings.AS_PAPER in said["histograms"] and "1.05 times" not in said["stability"]
+    assert "of the 4 places where both are (not run: 0 of the paper's 4)" in said["accuracy"]
     gap = 100 * (len(experiments.DECAYS) - 1) / 1000
     assert f"{gap:.2f} points over {len(experiments.DECAYS)} decays" in said["epsilon"]
 

@@ -44,6 +44,7 @@ ORDER = {
     "training": ["proximal", "schedule", "controller", "stepper", "compaction", "pruner"],
     "files": ["untrusted", "model_file", "deployment"],
     "experiments": [
+        "source",
         "recipes",
         "processes",
         "task",

@@ -42,6 +42,18 @@ def test_a_shipped_model_is_what_its_card_says(file: Path) -> None:
     assert [before, last["accuracy"]] == pytest.approx([after, after], abs=2e-4)  # GPUs round
 
 
+def test_a_file_with_the_old_name_of_a_network_is_refused(tmp_path: Path) -> None:
+    file = ROOT / "zoo" / "mobilenetv2_88m-54.safetensors"
+    model, card = rebuilt(file)
+    old = tmp_path / "old.safetensors"
+    pp.save(model, old, card={**card, "network": "mobilenetv2"})
+    with pytest.raises(pp.PruneError, match="now called 'mobilenetv2_88m'"):
+        rebuilt(old)
+    image = torch.randn(1, 3, 32, 32)
+    again = pp.load(old, model=NETWORKS["mobilenetv2_88m"]())
+    assert torch.equal(again.eval()(image), model.eval()(image))
+
+
 STRANGE: list[dict[str, Any]] = [
     {"network": []}, {"network": {"a": 1}}, {"network": 3}, {"network": "resnet56"},
     {"network": "resnet56", "macs": "many", "macs_share": 1, "params": 1, "params_share": 1},

@@ -1,5 +1,5 @@
-"""The command line.
+"""The command line: commands of the library, of the experiments, and the demonstration.
 
-In: arguments of a terminal. Out: printed tables and files. It may import everything else; nothing
-imports it.
+In: the arguments of a terminal command. Out: printed tables and files. It may import every other
+package; no other package imports it.
 """

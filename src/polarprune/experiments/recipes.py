@@ -120,6 +120,13 @@ def _paper(network: str) -> Recipe:
     )  # fmt: skip
 
 
+def _mobilenetv2(network: str) -> Recipe:
+    """Chosen on `mobilenetv2_88m`."""
+    return Recipe(
+        network, baseline_epochs=250, epochs=250, weight_decay=1.5e-4, distill=0.9, cutout=16
+    )
+
+
 def _imagenet(network: str, **changes: Any) -> Recipe:
     """As the paper has it; where it is silent (batch, weight decay), as PyTorch's example."""
     usual = Recipe(
@@ -133,9 +140,8 @@ _EPS_VOC = 0.1 * 0.97**500  # × 0.97 every 120 of 60,000 steps
 RECIPES = {
     "resnet56": Recipe("resnet56", distill=0.9, cutout=8),
     "vgg16": Recipe("vgg16", baseline_lr=0.1, lr=0.1, distill=0.9, cutout=16),
-    "mobilenetv2": Recipe(
-        "mobilenetv2", baseline_epochs=250, epochs=250, weight_decay=1.5e-4, distill=0.9, cutout=16,
-    ),
+    "mobilenetv2": _mobilenetv2("mobilenetv2"),
+    "mobilenetv2_88m": _mobilenetv2("mobilenetv2_88m"),
     "resnet20": Recipe("resnet20"),
     "deeplabv3plus": Recipe(
         "deeplabv3plus", "voc", pretrained="IMAGENET1K_V1", baseline_epochs=45, epochs=91, batch=16,

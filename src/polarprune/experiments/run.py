@@ -27,6 +27,7 @@ from .imagenet import from_torchvision
 from .networks import BACKBONES, NETWORKS
 from .processes import rank_and_count, wait_for_all
 from .recipes import Recipe
+from .source import commit
 from .task import Task
 from .training import Trainer, recalibrate, recalibrated
 
@@ -52,6 +53,7 @@ class Run:
         progress: Progress = lambda row: None,
     ) -> None:
         self.recipe, self.out, self.progress = recipe, out, progress
+        self.commit = commit()  # now: sources may change while this runs
         if out.exists() and not out.is_dir():
             raise PruneError(f"--out {out}: that is a file; give a folder.")
         self.device = torch.device(device)
@@ -306,6 +308,7 @@ class Run:
             "identical_predictions": self.data.same(full, small),
             **self.data.details(small),
             "recipe": dataclasses.asdict(self.recipe),
+            "commit": self.commit,
             **environment(),
         }
 
@@ -493,5 +496,10 @@ def rebuilt(file: Path) -> tuple[nn.Module, dict[str, Any]]:
         raise PruneError(
             f"{file}: its card does not say how many {lacks[0]} there are. Load it with "
             f"polarprune.load(file, model=...), or train it again."
+        )
+    if network == "mobilenetv2" and card["macs"] < 1e8 * card["macs_share"]:
+        raise PruneError(  # the weights have the same shapes in both
+            f"{file}: it is of the network that is now called 'mobilenetv2_88m'. Load it with "
+            f"polarprune.load(file, model=polarprune.experiments.networks.mobilenetv2_88m())."
         )
     return load(file, model=NETWORKS[network]()), card

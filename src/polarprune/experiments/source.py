@@ -1,0 +1,51 @@
+"""Which polarprune runs: the commit of its sources, for cards."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent
+VARIABLE = "POLARPRUNE_COMMIT"
+
+
+def commit(package: Path = PACKAGE) -> str:
+    """The commit of the sources in a folder.
+
+    Only files of the package count as changes: a run that is stored beside it changes no source.
+
+    Args:
+        package: Folder of the package.
+
+    Returns:
+        The commit, with "+changes" after it if files in the folder were changed or added since.
+        Where no git repository tracks the folder: the environment variable POLARPRUNE_COMMIT or,
+        if it is not set, the installed version, such as "version 0.1.0".
+    """
+    if _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None:  # else not ours
+        head = _git(package, "rev-parse", "HEAD")
+        if head:
+            changes = _git(package, "status", "--porcelain", "--", ".")
+            return f"{head}+changes" if changes != "" else head
+    return os.environ.get(VARIABLE) or _version()
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """What git prints, or None if it fails or is not installed."""
+    outside = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=folder, env=outside, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def _version() -> str:
+    try:
+        return f"version {version('polarprune')}"
+    except PackageNotFoundError:
+        return "unknown"
