@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import figures
-from beyond import NOT_YET, painting, segmentation
+from beyond import NOT_YET, in_plain_mode, painting, segmentation
 from experiments import COMPARED as EPOCHS
 from experiments import SHORT
 from figures import PAPER
@@ -419,6 +419,8 @@ def page(runs: list[Stored], folder: Path) -> str:
         f"are runs of {SHORT} epochs on ResNet-56 and CIFAR-10, from the same baseline and without "
         "a teacher; the paper's are on ImageNet.",
         *shown(),
+        "## The paper's plain mode",
+        *in_plain_mode(folder),
         "## Segmentation",
         *segmentation(folder),
         "## Style transfer",
