@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import figures
+from experiments import EXPERIMENTS
 from figures import PAPER
 from polarprune.experiments.recipes import RECIPES
 
@@ -156,3 +157,23 @@ def painting(folder: Path) -> list[str]:
         f"{recipe['baseline_epochs']} + {recipe['epochs']} epochs. One run, on {where(run)}."
     )
     return [told, *picture("paintings")]
+
+
+def in_plain_mode(folder: Path) -> list[str]:
+    """Runs by the paper's steps: ablations, and its recipe to the end."""
+    names = [name for name in EXPERIMENTS if name.startswith(("plain-", "paper-"))]
+    found = {name: folder / name / "card.json" for name in names}
+    stored = {name: json.loads(p.read_text(encoding="utf-8")) for name, p in found.items()
+              if p.exists()}  # fmt: skip
+    pruned = [name for name in names if EXPERIMENTS[name].macs + EXPERIMENTS[name].lam
+              + EXPERIMENTS[name].aim > 0]  # fmt: skip
+    if not stored:
+        told = "runs in plain mode, and of the paper's recipe to its end"
+        return [f"The {len(pruned)} {told}: {NOT_YET}."]
+    lines = ["| run | λ or budget | MACs left | after removal |", "|---|---|---|---|"]
+    for name, card in stored.items():
+        goal = ", ".join(f"{key} {value:g}" for key, value in card["budget"].items())
+        right = next(r["accuracy"] for r in card["table"] if r["stage"] == "after removal")
+        lines.append(f"| {name} | {goal} | {100 * card['macs_share']:.2f} | {100 * right:.2f} |")
+    missing = ", ".join(name for name in pruned if name not in stored)
+    return ["\n".join(lines), *([f"{NOT_YET.capitalize()}: {missing}."] if missing else [])]

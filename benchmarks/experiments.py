@@ -6,6 +6,7 @@ run at once: a small network does not fill a GPU (this takes NVIDIA's multi-proc
 
     python benchmarks/experiments.py --data cifar10:DIR --data voc:DIR     # all that use these
     python benchmarks/experiments.py --data cifar10:DIR resnet56-47 --together 3
+    python benchmarks/experiments.py --data cifar10:DIR search paper       # the paper's own recipe
     python benchmarks/experiments.py --list
 """
 
@@ -17,9 +18,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lambdas import lambda_for
+from polarprune import Schedule
 from polarprune.experiments.methods import METHODS
 from polarprune.experiments.recipes import RECIPES
 from polarprune.files.model_file import read_card
@@ -46,6 +50,8 @@ class Experiment(NamedTuple):
     start: str = ""
     keeps: bool = False  # its baseline, in results/: others start from the same
     hold_out: int = 0  # training images that are scored instead of the test set
+    aim: float = 0.0  # share of the MACs that λ is to leave: λ is read off the runs of `search`
+    search: str = ""  # how their names begin
 
     @property
     def kind(self) -> str:
@@ -55,6 +61,8 @@ class Experiment(NamedTuple):
     def arguments(self, data: str, given: argparse.Namespace, name: str) -> list[str]:
         goal = [part for key in ("macs", "lam") if getattr(self, key)
                 for part in (f"--{key}", str(getattr(self, key)))]  # fmt: skip
+        if self.aim:
+            goal += ["--lam", f"{self.found_lambda(given.results):.4g}"]
         if self.start:
             goal += ["--start", str(baseline(self.start, given))]
         if self.hold_out:
@@ -67,8 +75,30 @@ class Experiment(NamedTuple):
             *(part for change in changes for part in ("--set", change)),
         ]  # fmt: skip
 
+    def found_lambda(self, folder: Path) -> float:
+        """The λ that should leave `aim`, from the short runs that are stored."""
+        files = folder.glob(f"{self.search}*/card.json")
+        return lambda_for(self.aim, [json.loads(f.read_text(encoding="utf-8")) for f in files],
+                          RECIPES[self.recipe].epochs)  # fmt: skip
+
 
 COMMON = "baseline-resnet56"
+IMAGES = 50000  # of CIFAR-10, to learn from
+COMPARED, TUNED = 100, 20  # epochs, where methods are compared: with them, and of fine-tuning
+SHORT, TUNED_SHORT, PAPER = 20, 10, 140  # epochs: of an ablation, tuning it, and the paper's
+LAMBDAS = (1, 2, 3, 4, 6, 8, 10)
+DECAYS = (0.86, 0.88, 0.90, 0.92, 0.94, 0.96)  # of ε, an epoch
+STARTS, DECAY = (0.02, 0.05, 0.2, 0.5), 0.92  # of ε; one of the decays starts at 0.1
+ALPHAS = (1.0, 0.5, 0.25)
+NORMS = (("l1", 4), ("l0", 4), ("l0", 200))  # of the proximal step, and λ
+NAIVE = (1, 10, 30, 100)  # λ
+STRONG = (("slimming", 1e-4), ("torch-pruning", 5e-4))  # authors' for VGG, and at their rates
+VOC = (38, 23, 12, 5)  # percent, near the paper's
+LAMBDA = 4  # of all ablations in plain mode
+SEARCHED = (0.5, 1, 2, 4, 8)  # λ of the short runs from which that of a long one is read
+PAPER_DECAY, PAPER_EPOCHS = 0.96, 350  # of ε an epoch, on CIFAR-10
+NETWORKS = ("resnet56", "vgg16", "mobilenetv2")
+CLAIMS = (("resnet56", 0.4665), ("resnet56", 0.3436), ("vgg16", 0.3055), ("mobilenetv2", 0.5378))
 
 
 def short(*change: str, **options: Any) -> Experiment:
@@ -80,22 +110,28 @@ def short(*change: str, **options: Any) -> Experiment:
     )
 
 
+def plain(*change: str, decay: float = DECAY, **options: Any) -> Experiment:
+    """An ablation in the paper's plain mode: a fixed λ and the proximal step as published.
+
+    ε falls once an epoch, and ends where it did in the paper's longer runs.
+    """
+    schedule = as_published(decay ** (PAPER / SHORT), IMAGES // RECIPES["resnet56"].batch)
+    return short(*schedule, *change, **{"lam": LAMBDA, **options})
+
+
+def as_published(decay: float, every: int) -> tuple[str, ...]:
+    """`Schedule.paper` as changes of a recipe."""
+    wanted = asdict(Schedule.paper(decay=decay, every=every))
+    return tuple(f"schedule.{key}={json.dumps(value)}" for key, value in wanted.items()
+                 if value != getattr(Schedule(), key))  # fmt: skip
+
+
 def compared(method: str, *change: str) -> Experiment:
     """A method beside the others."""
     changes = (f"epochs={COMPARED}", *change)
     return Experiment("resnet56", 0.4665, method=method, after=COMMON, tune=TUNED, change=changes)
 
 
-COMPARED, TUNED = 100, 20  # epochs, where methods are compared: with them, and of fine-tuning
-SHORT, TUNED_SHORT, PAPER = 20, 10, 140  # epochs: of an ablation, tuning it, and the paper's
-LAMBDAS = (1, 2, 3, 4, 6, 8, 10)
-DECAYS = (0.86, 0.88, 0.90, 0.92, 0.94, 0.96)  # of ε, an epoch
-STARTS, DECAY = (0.02, 0.05, 0.2, 0.5), 0.92  # of ε; one of the decays starts at 0.1
-ALPHAS = (1.0, 0.5, 0.25)
-NORMS = (("l1", 4), ("l0", 4), ("l0", 200))  # of the proximal step, and λ
-NAIVE = (1, 10, 30, 100)  # λ
-STRONG = (("slimming", 1e-4), ("torch-pruning", 5e-4))  # authors' for VGG, and at their rates
-VOC = (38, 23, 12, 5)  # percent, near the paper's
 EXPERIMENTS = {
     COMMON: Experiment("resnet56", keeps=True),
     **{
@@ -160,6 +196,44 @@ EXPERIMENTS = {
         )
         for norm, lam in NORMS for alpha in ALPHAS
     },
+    # the same in the paper's plain mode
+    "plain-reference": plain(tune=TUNED_SHORT),
+    **{f"plain-again{seed}": plain(seed=seed) for seed in (1, 2)},
+    "plain-scratch": plain("baseline_epochs=0", after=""),
+    "plain-sweeps3": plain("schedule.sweeps=3"),
+    "plain-kernel-gates": plain(f"controls.kernel_lam={LAMBDA}", method="kernel-gates", lam=0.0,
+                                macs=0.4665),
+    **{f"plain-lam{lam}": plain(lam=lam, tune=TUNED_SHORT) for lam in LAMBDAS},
+    **{f"plain-decay{decay:.2f}": plain(decay=decay) for decay in DECAYS},
+    **{f"plain-eps{eps}": plain(f"schedule.eps_start={eps}") for eps in STARTS},
+    **{
+        f"plain-{norm}-lam{lam}-alpha{alpha}": plain(
+            f"schedule.relaxed={json.dumps(norm == 'l1')}", f"schedule.alpha_start={alpha}",
+            f"schedule.eps_start={0.1 * alpha**2}", lam=lam,
+        )
+        for norm, lam in NORMS for alpha in ALPHAS
+    },
+    # the paper's recipe to its end: a baseline, short runs that find λ, plain mode, and a budget
+    **{f"paper-{network}": Experiment(f"{network}-plain") for network in NETWORKS},
+    **{
+        f"search-{network}-lam{lam}": Experiment(
+            f"{network}-plain", lam=lam, after=f"paper-{network}",
+            change=(f"epochs={SHORT}", f"schedule.decay={PAPER_DECAY ** (PAPER_EPOCHS / SHORT)}"),
+        )
+        for network in NETWORKS for lam in SEARCHED
+    },
+    **{
+        f"paper-{network}-{100 * aim:.0f}-plain": Experiment(
+            f"{network}-plain", aim=aim, search=f"search-{network}-lam", after=f"paper-{network}",
+        )
+        for network, aim in CLAIMS
+    },
+    **{
+        f"paper-{network}-{100 * macs:.0f}-budget": Experiment(
+            f"{network}-paper", macs, after=f"paper-{network}"
+        )
+        for network, macs in CLAIMS
+    },
 }  # fmt: skip
 
 
@@ -181,7 +255,11 @@ def baseline(name: str, given: argparse.Namespace) -> Path:
 
 
 def ready(name: str, given: argparse.Namespace) -> bool:
-    return not needs(name) or baseline(needs(name), given).exists()
+    """Is all there that it starts from?"""
+    search = EXPERIMENTS[name].search
+    runs = [other for other in EXPERIMENTS if search and other.startswith(search)]
+    found = all((given.results / run / "card.json").exists() for run in runs)
+    return found and (not needs(name) or baseline(needs(name), given).exists())
 
 
 def start(name: str, given: argparse.Namespace) -> "subprocess.Popen[str]":
@@ -202,7 +280,7 @@ def keep(name: str, given: argparse.Namespace) -> None:
     folder, kept = given.runs / name, given.results / name
     kept.mkdir(parents=True, exist_ok=True)
     done = EXPERIMENTS[name]
-    files = KEPT if done.macs or done.lam else KEPT_OF_BASELINE
+    files = KEPT if done.macs or done.lam or done.aim else KEPT_OF_BASELINE
     for file in (*files, BASELINE) if done.keeps else files:
         if (folder / file).exists():  # a baseline that is kept is not trained again
             shutil.copy(folder / file, kept / file)
@@ -228,7 +306,7 @@ def run(given: argparse.Namespace) -> int:
                 print(f"{name}: {'done' if process.returncode == 0 else 'failed'}", flush=True)
         able = [name for name in waiting if ready(name, given)]
         if waiting and not able and not running:
-            print(f"no baseline for {', '.join(waiting)}", flush=True)
+            print(f"no baseline, or no λ, for {', '.join(waiting)}", flush=True)
             return 1
         for name in able[: given.together - len(running)]:
             waiting.remove(name)

@@ -38,6 +38,7 @@ ASIDE = {  # names that would lie on one another
     ("resnet56", "SCOP"): (-30, 3), ("vgg16", "HRank"): (4, -10), ("mobilenetv2", "SCOP"): (4, -10),
 }  # fmt: skip
 MAIN = "resnet56-47-seed0"
+ASIDE_RUNS = ("ablation", "plain", "search")  # how the names of shorter runs begin
 
 
 class Missing(Exception):
@@ -159,20 +160,21 @@ def lasso() -> Figure:
 
 
 def stability() -> Figure:
-    """Losses and what is left of the MACs, over the epochs; without a teacher."""
-    name = "ablation-reference"
-    rows = log(name)
-    scored = [row for row in rows if "recalibrated_loss" in row]
+    """Losses and what is left of the MACs, over the epochs, of the runs of the table."""
     figure, (left, right) = panels(2)
-    left.plot([r["epoch"] for r in rows], [r["loss"] for r in rows], color=BLUE, label="training")
-    left.plot([r["epoch"] for r in scored], [r["recalibrated_loss"] for r in scored], "--",
-              marker="s", ms=3, color=ORANGE, label="test, batch norms recalibrated")  # fmt: skip
-    left.set(xlabel="epoch", ylabel="loss", ylim=(0, None))
-    left.legend(frameon=False, fontsize=9)
-    right.plot([r["epoch"] for r in rows], [r["macs"] for r in rows], color=BLUE)
-    right.axhline(card(name)["budget"]["macs"], color=GREY, ls=":", lw=1)
+    for number, name in enumerate(headline()):
+        rows = log(name)
+        scored = [row for row in rows if "recalibrated_loss" in row]
+        colour, dash, _ = STYLES[number % len(STYLES)]
+        epochs = [r["epoch"] for r in rows]
+        left.plot(epochs, [r["loss"] for r in rows], dash, color=colour, lw=1, label=name)
+        left.plot([r["epoch"] for r in scored], [r["recalibrated_loss"] for r in scored], "s",
+                  ms=3, color=colour)  # fmt: skip
+        right.plot(epochs, [r["macs"] for r in rows], dash, color=colour, lw=1)
+    left.set(xlabel="epoch", ylabel="loss in training; squares: test", ylim=(0, 4))
     right.set(xlabel="epoch", ylabel="MACs left", ylim=(0, 1.02))
     right.yaxis.set_major_formatter(PercentFormatter(1))
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     return figure
 
 
@@ -210,13 +212,19 @@ def tables() -> list[str]:
     mine = [
         name
         for name in found
-        if not name.startswith("ablation")
+        if not name.startswith(ASIDE_RUNS)
         and card(name)["method"] == "gdp"
         and not (name in EXPERIMENTS and EXPERIMENTS[name].tune)
     ]
     if not mine:
         raise Missing("any run of ours")
     return mine
+
+
+def headline() -> list[str]:
+    """Those with a budget on CIFAR-10, which the page begins with."""
+    known = [(name, card(name)) for name in tables()]
+    return [n for n, c in known if "macs" in c["budget"] and c["network"] in PAPER["cifar10"]]
 
 
 def imagenet() -> Figure:

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import figures
-from beyond import NOT_YET, painting, segmentation
+from beyond import NOT_YET, in_plain_mode, painting, segmentation
 from experiments import COMPARED as EPOCHS
 from experiments import SHORT
 from figures import PAPER
+from noise import far
 from polarprune.experiments.methods import METHODS
 from polarprune.experiments.recipes import RECIPES, Controls
 from sayings import SAYINGS
@@ -50,7 +51,6 @@ CLAIMS = [
 ]
 COMPARED = CLAIMS[0]  # at which the controls run
 TEST_SET = 10000  # images
-SHORTER = "ablation"  # how the names of shorter runs begin: they are in figures, not in tables
 
 
 class Stored(NamedTuple):
@@ -116,7 +116,9 @@ def flat(numbers: dict[str, Any], stem: str = "") -> dict[str, Any]:
 
 def read(folder: Path) -> list[Stored]:
     """All runs of the tables that were scored on the test set."""
-    paths = sorted(p for p in folder.glob("*/card.json") if not p.parent.name.startswith(SHORTER))
+    paths = sorted(
+        p for p in folder.glob("*/card.json") if not p.parent.name.startswith(figures.ASIDE_RUNS)
+    )
     runs = [Stored(json.loads(path.read_text()), _log(path)) for path in paths]
     return [run for run in runs if run.card["scored_on"] == TEST_SET]
 
@@ -239,9 +241,9 @@ def recipe_name(run: Stored) -> str:
 
 def controls(runs: list[Stored]) -> list[str]:
     lines = [
-        "| method | before removal | right after removal | after fine-tuning | MACs left | "
-        "epochs | runs | beats ours |",
-        "|---|---|---|---|---|---|---|---|",
+        "| method | baseline | before removal | right after removal | change | "
+        "after fine-tuning | change | MACs left | epochs | runs | beats ours |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     mine = [run for run in runs if run.answers(COMPARED) and run.compared]
     for method in ("gdp", *METHODS):
@@ -253,7 +255,7 @@ def controls(runs: list[Stored]) -> list[str]:
         kinds.sort(key=lambda kind: bool(_changed(kind[0])))
         lines += [_control(method, kind, mine) for kind in kinds]
         if not kinds:
-            lines.append(f"| {method} | – | {NOT_YET} | {NOT_YET} | – | – | 0 | – |")
+            lines.append(f"| {method} | – | – | {NOT_YET} | – | {NOT_YET} | – | – | – | 0 | – |")
     return lines
 
 
@@ -261,8 +263,10 @@ def _control(method: str, runs: list[Stored], every: list[Stored]) -> str:
     name = "**gdp (ours)**" if method == "gdp" else method
     if changed := _changed(runs[0]):
         name += f" ({', '.join(changed)})"
-    stages = ("before removal", "after removal", "after fine-tuning")
-    cells = [spread([run.score(stage) for run in runs]) for stage in stages]
+    cells = [spread([run.score(stage) for run in runs]) for stage in ("baseline", "before removal")]
+    for stage in ("after removal", "after fine-tuning"):
+        cells.append(spread([run.score(stage) for run in runs]))
+        cells.append(f"{_mean(runs, stage) - _mean(runs, 'baseline'):+.2f}")
     cells.append(spread([100 * run.card["macs_share"] for run in runs]))
     recipe = runs[0].card["recipe"]
     cells += [f"{recipe['epochs']} + {recipe['tune_epochs']}", str(len(runs))]
@@ -285,16 +289,15 @@ def near(runs: list[Stored]) -> list[str]:
     ours = [run for run in here if run.compared and run.method == "gdp"]
     if len(seeds) < 2 or not ours:
         return []
-    noise, told = statistics.stdev(seeds), []
-    far = 2 * 2**0.5 * noise
+    told = []
     for stage in ("after removal", "after fine-tuning"):
         close = [run.method for run in here if run.compared and run.method != "gdp"
-                 and abs(_mean([run], stage) - _mean(ours, stage)) < far]  # fmt: skip
+                 and abs(_mean([run], stage) - _mean(ours, stage)) < far(seeds)]  # fmt: skip
         told.append(f"{stage} {' and '.join(close) or 'none'}")
     return [
-        f"Our own runs of the table above differ by ± {noise:.2f} over {len(seeds)} seeds. Closer "
-        f"to ours than 2 √2 of that, so that one run each does not tell them apart: "
-        f"{', '.join(told)}."
+        f"Our own runs of the table above differ by ± {statistics.stdev(seeds):.2f} over "
+        f"{len(seeds)} seeds. Closer to ours than 2 √2 of that, so that one run each "
+        f"does not tell them apart: {', '.join(told)}."
     ]
 
 
@@ -439,6 +442,8 @@ def page(runs: list[Stored], folder: Path) -> str:
         *shown(),
         "## Steering",
         *steering(),
+        "## The paper's plain mode",
+        *in_plain_mode(folder),
         "## Segmentation",
         *segmentation(folder),
         "## Style transfer",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
+import dataclasses
 import json
 import pickle
 import shutil
@@ -778,6 +780,66 @@ def test_experiments_run_one_after_the_other_and_leave_cards_and_models(
     assert experiments.main([*given, "c"]) == 0
 
 
+def settings(experiment: experiments.Experiment) -> Recipe:
+    """The recipe of an experiment, as the command line would change it."""
+    changes = [change.partition("=")[::2] for change in experiment.change]
+    return recipe(experiment.recipe, **{key: json.loads(value) for key, value in changes})
+
+
+PLAIN = [name for name, one in experiments.EXPERIMENTS.items()
+         if name.startswith(("plain", "search", "paper")) and (one.lam or one.aim)]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_mode_is_that_of_the_paper(name: str) -> None:
+    experiment = experiments.EXPERIMENTS[name]
+    found = settings(experiment)
+    own = {key: getattr(found.schedule, key) for key in ("relaxed", "sweeps", "alpha_start")}
+    ends, decay = {"eps_start": found.schedule.eps_start}, found.schedule.decay
+    paper = pp.Schedule.paper(decay=decay, every=50000 // found.batch, **own, **ends)
+    assert found.schedule == paper and not experiment.macs and not found.distill
+    if experiment.aim:  # to its end
+        assert (found.epochs, found.baseline_epochs, found.cutout) == (350, 350, 0)
+        assert decay == 0.96 and found.schedule.eps_start == 0.1
+    elif name.startswith("plain"):
+        assert found.epochs == experiments.SHORT
+
+
+@pytest.mark.parametrize(
+    "name", ["plain-reference", "plain-l0-lam4-alpha0.5", "plain-kernel-gates", "plain-scratch",
+             "paper-vgg16-31-budget"],
+)  # fmt: skip
+def test_the_papers_recipes_run(name: str, data: Data, tmp_path: Path) -> None:
+    """One epoch of a tiny network, with all else as it is."""
+    one = experiments.EXPERIMENTS[name]
+    short = {"network": "tiny", "epochs": 1, "baseline_epochs": 1, "batch": 20, "tune_epochs": 0}
+    run = Run(dataclasses.replace(settings(one), **short), data, tmp_path)  # type: ignore[arg-type]
+    goal = {"macs": one.macs} if one.macs else {"lam": one.lam}
+    card = methods.prune(run, run.baseline(), one.method, **goal)
+    assert 0 < card["macs_share"] <= (one.macs or 1)
+    assert card["identical_predictions"] or one.method != "gdp"  # that is cut to a budget
+    capped = card["recipe"]["schedule"]["max_shrink"]
+    assert capped == ("inf" if name.startswith("plain") else 10.0)
+
+
+def test_a_plain_run_to_the_end_waits_for_its_lambda(tmp_path: Path) -> None:
+    given = argparse.Namespace(results=tmp_path / "results", runs=tmp_path / "runs")
+    name = "paper-vgg16-31-plain"
+    one = experiments.EXPERIMENTS[name]
+    (given.runs / one.after).mkdir(parents=True)
+    (given.runs / one.after / experiments.BASELINE).touch()
+    for number, lam in enumerate(experiments.SEARCHED):
+        assert not experiments.ready(name, given)
+        folder = given.results / f"{one.search}{lam}"
+        folder.mkdir(parents=True)
+        card = {"macs_share": 0.9 - 0.2 * number, "budget": {"lam": lam}, "recipe": {"epochs": 35}}
+        (folder / "card.json").write_text(json.dumps(card))
+    assert experiments.ready(name, given)
+    arguments = one.arguments("cifar10:x", given, name)
+    found = float(arguments[arguments.index("--lam") + 1])
+    assert 0.2 < found < 0.4  # 2 to 4, over ten times as many epochs
+
+
 def test_the_experiments_are_those_of_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
     assert experiments.main(["--list"]) == 0
     names = capsys.readouterr().out.split()
@@ -786,7 +848,7 @@ def test_the_experiments_are_those_of_the_paper(capsys: pytest.CaptureFixture[st
     assert {one.kind for one in mine} == {"cifar10", "voc", "style"}
     for claim in results.CLAIMS:
         same = [one for one in mine if round(100 * one.macs, 2) == claim.macs]
-        assert {one.recipe for one in same} == {claim.network}
+        assert {one.recipe for one in same} == {claim.network, f"{claim.network}-paper"}
         assert len({one.seed for one in same if one.method == "gdp"}) == (
             3 if claim == results.COMPARED else 1
         )

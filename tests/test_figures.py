@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -14,8 +15,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import experiments
 import figures
+import noise
 import results as table
 import sayings
+from lambdas import lambda_for
+from polarprune.experiments.recipes import RECIPES
 
 EPOCHS = 20
 
@@ -32,15 +36,17 @@ def stored(folder: Path, name: str, number: int) -> None:
         )
     ][: 4 if experiment.tune else 3]  # fmt: skip
     card = {
-        "network": experiment.recipe, "method": experiment.method, "table": table,
-        "macs_share": left, "budget": {"macs": experiment.macs} if experiment.macs else {},
+        "network": RECIPES[experiment.recipe].network, "method": experiment.method, "table": table,
+        "macs_share": left, "recipe": dataclasses.asdict(RECIPES[experiment.recipe]),
+        "budget": {"macs": experiment.macs} if experiment.macs else {"lam": experiment.lam},
     }  # fmt: skip
     rows = []
     for epoch in range(1, EPOCHS + 1):
         t = epoch / EPOCHS
         closed, middle = round(80 * min(1, 2 * t)), round(20 * max(0, 1 - 2 * t))
         row: dict[str, Any] = {
-            "stage": "prune", "epoch": epoch, "loss": 2 - 1.5 * t, "macs": 1 - (1 - left) * t,
+            "stage": "prune", "epoch": epoch, "loss": 2 - 1.5 * t,
+            "macs": 1 - (1 - left) * min(1, 2 * t),
             "histogram": [closed, *[middle] * 9, *[middle] * 9, 120 - closed],
             "norms": [max(0, 60 - 4 * k) for k in range(19)] + [1],
         }  # fmt: skip
@@ -138,9 +144,11 @@ def test_every_figure_has_a_sentence_with_its_numbers(full: Path) -> None:
     found, names = figures.correlation()
     assert f"{found:.3f}" in said["consistency"] and f"{len(names)} values" in said["consistency"]
     assert sayings.UNLIKE in said["consistency"]  # 0.9 is not 0.993
-    last = figures.log(figures.MAIN)[-1]["histogram"]
-    assert f"{sum(last[1:-1]) / sum(last):.1%} at the end" in said["histograms"]
-    assert sayings.AS_PAPER in said["histograms"] and "1.05 times" not in said["stability"]
+    rows = figures.log(figures.MAIN)
+    shares = [sum(c[1:-1]) / sum(c) for c in (rows[8]["histogram"], rows[-1]["histogram"])]
+    assert f"{shares[0]:.1%} after epoch 9, the last before" in said["histograms"]
+    assert f"{shares[1]:.1%} at the end. The end is no finding" in said["histograms"]
+    assert "the paper saw" not in said["histograms"]  # the floor and the last ε force it
     assert "of the 4 places where both are (not run: 0 of the paper's 4)" in said["accuracy"]
     gap = 100 * (len(experiments.DECAYS) - 1) / 1000
     assert f"{gap:.2f} points over {len(experiments.DECAYS)} decays" in said["epsilon"]
@@ -153,3 +161,84 @@ def test_the_page_shows_what_was_drawn_and_names_the_rest(
     parts = table.shown()
     assert parts[0].startswith("![gate](figures/gate.png)") and len(parts) == 4
     assert "consistency" in parts[-1] and "imagenet" not in parts[-1]
+
+
+def test_the_rule_for_two_single_runs() -> None:
+    assert noise.far([1.0, 3.0]) == pytest.approx(4.0)  # a deviation of √2
+    calm, here = [1.0, 2.0, 1.0, 2.0], slice(4, 5)
+    assert noise.is_sudden([*calm, 2.7], here) and not noise.is_sudden([*calm, 2.6], here)
+
+
+def rewritten(name: str, change: Any) -> None:
+    """A stored log with every row changed."""
+    rows = figures.log(name)
+    for row in rows:
+        change(row)
+    path = figures.RESULTS / name / "log.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def cut_at_once(row: dict[str, Any]) -> None:
+    if row["epoch"] < EPOCHS // 2:
+        row["macs"] = 1 - (1 - row["macs"]) / 2
+
+
+def collapsed(row: dict[str, Any]) -> None:
+    if row["epoch"] == EPOCHS // 2 + 1:
+        row["loss"] *= 2
+    if row["epoch"] == EPOCHS // 2:
+        row["accuracy"] = 0.141
+
+
+@pytest.mark.parametrize("change", [cut_at_once, collapsed])
+def test_one_run_of_the_table_that_collapses_is_not_stable(full: Path, change: Any) -> None:
+    count = len(figures.headline())
+    assert f"{count} of {count} runs: stable, {sayings.AS_PAPER}" in sayings.stability()
+    rewritten("vgg16-31", change)
+    said = sayings.stability()
+    assert f"{count - 1} of {count} runs: not stable, {sayings.UNLIKE}" in said
+    assert ("14.1 % right then" in said) == (change is collapsed)
+
+
+def test_runs_of_the_earlier_steering_are_said_to_be(full: Path) -> None:
+    assert "closed along the path" in sayings.stability()
+    path = full / figures.MAIN / "card.json"
+    card = json.loads(path.read_text())
+    del card["recipe"]["schedule"]["window"]
+    path.write_text(json.dumps(card))
+    assert f"1 of {len(figures.headline())} are runs of an earlier version" in sayings.stability()
+    assert "This is a run of an earlier version" in sayings.histograms()
+
+
+def rescored(name: str, accuracy: float) -> None:
+    path = figures.RESULTS / name / "card.json"
+    card = json.loads(path.read_text())
+    card["table"][2]["accuracy"] = accuracy
+    path.write_text(json.dumps(card))
+
+
+@pytest.mark.parametrize("robust", [True, False])
+def test_robust_is_what_seeds_explain(full: Path, robust: bool) -> None:
+    names = [sayings.REFERENCE, *figures.ablations("again")]
+    for number, name in enumerate(names):  # 0.1 or 1 points apart
+        rescored(name, 0.9 + number * (0.01 if robust else 0.001))
+    gap = max(max(found.values()) - min(found.values())
+              for found in (figures.decays(), figures.starts()))  # fmt: skip
+    assert (gap <= noise.far(sayings.seeds())) == robust
+    said = sayings.epsilon()
+    assert (sayings.AS_PAPER in said) == robust == ("not robust" not in said)
+    assert "steered to a budget" in said
+
+
+def test_a_correlation_is_compared_by_its_own_uncertainty() -> None:
+    assert sayings.alike(0.961, 7) and not sayings.alike(0.961, 40) and not sayings.alike(0.9, 7)
+
+
+def test_lambda_is_read_off_short_runs() -> None:
+    cards = [{"macs_share": share, "budget": {"lam": lam}, "recipe": {"epochs": 20}}
+             for share, lam in ((0.8, 1.0), (0.4, 4.0))]  # fmt: skip
+    assert lambda_for(0.6, cards, 20) == pytest.approx(2)  # the middle of log λ
+    assert lambda_for(0.4, cards, 200) == pytest.approx(0.4)  # ten times as long
+    assert lambda_for(0.1, cards, 20) == pytest.approx(4)
+    with pytest.raises(ValueError, match="no short runs"):
+        lambda_for(0.1, [], 20)

@@ -304,6 +304,11 @@ class KernelGates(Kernels):
     def penalty(self) -> None:
         return None
 
+    def steer(self, shares: Tensor) -> Tensor:
+        """λ, or the fixed one that the recipe has; the rest of the budget is cut at the end."""
+        lam = super().steer(shares)
+        return lam.fill_(self.numbers.kernel_lam) if self.numbers.kernel_lam else lam
+
     @torch.no_grad()
     def after(self, rate: Tensor | float) -> None:
         widths = torch.stack([values.sum() for values in self.chances()]).double()

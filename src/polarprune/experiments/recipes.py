@@ -28,6 +28,7 @@ class Controls:
     l0_rise: float = 200.0  # λ to which it adds up over the whole run
     kernel_push: float = 1000.0  # the same for gates made of kernels
     kernel_rise: float = 0.0
+    kernel_lam: float = 0.0  # a fixed λ for them instead; 0: steered
     naive_sl0: float = 1.0  # λ
     torch_pruning: float = 6.2e-5  # reg of GroupNormPruner: times our rates, over a run of 100
     # epochs, what its authors' 5e-4 is times theirs (0.01, on ResNet-56)
@@ -127,6 +128,15 @@ def _mobilenetv2(network: str) -> Recipe:
     )
 
 
+def _plain(network: str) -> Recipe:
+    """The same for `--lam`: every proximal step as published, and ε falls once an epoch."""
+    paper = _paper(network)
+    return replace(paper, schedule=Schedule.paper(decay=0.96, every=_CIFAR10 // paper.batch))
+
+
+_CIFAR10 = 50000  # images to learn from
+
+
 def _imagenet(network: str, **changes: Any) -> Recipe:
     """As the paper has it; where it is silent (batch, weight decay), as PyTorch's example."""
     usual = Recipe(
@@ -166,6 +176,7 @@ RECIPES = {
     "resnet50": _imagenet("resnet50", label_smoothing=0.1, pretrained="IMAGENET1K_V1"),
     "resnet50-steps": _imagenet("resnet50", rates="steps", pretrained="IMAGENET1K_V1"),
     **{f"{name}-paper": _paper(name) for name in ("resnet56", "vgg16", "mobilenetv2")},
+    **{f"{name}-plain": _plain(name) for name in ("resnet56", "vgg16", "mobilenetv2")},
 }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import sys
 import time
@@ -307,7 +308,7 @@ class Run:
             "trained_on": learned,
             "identical_predictions": self.data.same(full, small),
             **self.data.details(small),
-            "recipe": dataclasses.asdict(self.recipe),
+            "recipe": finite(dataclasses.asdict(self.recipe)),
             "commit": self.commit,
             **environment(),
         }
@@ -503,3 +504,11 @@ def rebuilt(file: Path) -> tuple[nn.Module, dict[str, Any]]:
             f"polarprune.load(file, model=polarprune.experiments.networks.mobilenetv2_88m())."
         )
     return load(file, model=NETWORKS[network]()), card
+
+
+def finite(numbers: dict[str, Any]) -> dict[str, Any]:
+    """The same as JSON can hold it: "inf" stands for a cap that there is not (`Schedule.paper`)."""
+    return {
+        key: finite(value) if isinstance(value, dict) else "inf" if value == math.inf else value
+        for key, value in numbers.items()
+    }
