@@ -23,8 +23,11 @@ NAMES = {
     "mobilenetv2_small": "small MobileNetV2",
 }  # fmt: skip
 HEADLINES = (
-    *(f"resnet56-47-seed{seed}" for seed in range(3)), "resnet56-34", "vgg16-31", "mobilenetv2_88m-54",
-)  # fmt: skip
+    *(f"resnet56-47-seed{seed}" for seed in range(3)),
+    "resnet56-34",
+    "vgg16-31",
+    "mobilenetv2_88m-54",
+)
 COLOURS = (BLUE, ORANGE, GREEN, PINK, "#e69f00", "#56b4e9")
 Row = dict[str, Any]
 

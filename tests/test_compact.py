@@ -45,7 +45,7 @@ def close(pruner: pp.Pruner, seed: int, whole: bool = False) -> None:
         alpha[group.offset : group.offset + group.size][shut] = 0
     with torch.no_grad():
         pruner._stepper.put(alpha)
-        pruner._control()  # gates that lost their meaning close too
+        pruner._steering.look(0.0)  # gates that lost their meaning close too
 
 
 def trained(

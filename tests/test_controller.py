@@ -84,9 +84,9 @@ def test_only_a_few_gates_are_half_open_at_a_time(run: tuple[pp.Pruner, Tensor])
 def test_a_gate_that_closes_is_closed_within_the_window_whatever_the_loss_does() -> None:
     pruner = fresh()
     window = pruner.schedule.window_of(STEPS)
-    while not bool((pruner._stepper.ramp > 0).any()):
+    while not bool((pruner._stepper.shrink > 0).any()):
         pruner.step()
-    chosen = pruner._stepper.ramp > 0
+    chosen = pruner._stepper.shrink > 0
     for number in range(window):
         assert not bool((pruner._flat() == 0)[chosen].all()), number
         with torch.no_grad():
@@ -100,7 +100,7 @@ def test_no_other_gate_moves_by_more_than_the_cap_in_one_step_whatever_pushes_it
     pruner = fresh()
     cap = pruner.schedule.cap(STEPS)
     for number in range(40):
-        before, alone = pruner._flat(), pruner._stepper.ramp == 0
+        before, alone = pruner._flat(), pruner._stepper.shrink == 0
         with torch.no_grad():
             for gate in pruner.gates.values():
                 gate.alpha += 0.3 * (-1) ** number
@@ -141,7 +141,7 @@ def test_gates_that_were_changed_from_outside_are_closed_at_the_deadline_with_a_
     pruner = fresh(100)
     for number in range(50):
         with torch.no_grad():
-            pruner._stepper.ramp.zero_()  # nothing closes by itself
+            pruner._stepper.shrink.zero_()  # nothing closes by itself
         if number < 49:
             pruner.step()
     with pytest.warns(UserWarning, match=r"gates with .* of the MACs were closed at once"):

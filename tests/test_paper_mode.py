@@ -101,7 +101,7 @@ def test_closed_gates_may_open_again_by_momentum() -> None:
     with torch.no_grad():
         for gate in pruner.gates.values():
             gate.alpha.add_(0.5 * (gate.alpha == 0))
-    pruner.step_count -= 1
+    pruner._steering.progress.step -= 1
     pruner.step()
     assert not bool((pruner._flat() == 0)[closed].any())
 

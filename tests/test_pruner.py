@@ -548,7 +548,7 @@ def test_complex_outputs_are_compared_as_numbers() -> None:
             pruner.gates["one"].alpha.copy_(torch.rand(8) + 0.3)
             pruner.gates["one"].alpha[k] = 0
             pruner._stepper.put(pruner._flat())
-        pruner.step_count = 0
+        pruner._steering.progress.step = 0
         pruner.step()
         pruner.export()
         assert max(pruner.proof.values()) < 1e-5

@@ -1,10 +1,10 @@
-"""Which gates close next: decided on the host, now and then.
+"""Decide which gates close next, so that the cost follows its path down to the budget.
 
-The cost follows a path down to the budget. Shrinking a gate takes a fixed time (`Schedule.window`),
-so at every look the controller asks which gates have to be closed when that time is over, and lets
-them shrink. Those go first whose channels the loss needs least for what they cost. All others are
-left to the loss, so that at any time only a few gates are half-open and the network adapts to
-their loss while it trains.
+The host calls the controller a few hundred times in a run. A gate takes a fixed number of steps to
+close (`Schedule.window`). At every call the controller compares the cost that the model will have
+after that time with the path of the schedule, and selects the gates that must close to stay on it.
+It selects the channels with the least worth to the loss per unit of cost. Selected gates shrink by
+a constant amount in every step; the loss trains all the others freely.
 """
 
 from __future__ import annotations
@@ -15,50 +15,59 @@ from torch import Tensor
 from ..cost.budget import Blocks, Budget
 from .schedule import Schedule
 
-_MORE = 1e-4  # than exactly what closes a gate in time: numbers are rounded
+_MARGIN = 1e-4  # shrink a little faster than needed, so that rounding leaves no gate open
 
 
 class Controller:
-    """Keeps the cost on the path of the schedule."""
+    """Keep the cost on the path of the schedule.
+
+    Args:
+        budget: the limits, and the cost of any set of widths.
+        schedule: the path of the cost over the steps.
+        steps: the number of optimizer steps of the run.
+    """
 
     def __init__(self, budget: Budget, schedule: Schedule, steps: int) -> None:
         self.budget, self.schedule, self.steps = budget, schedule, steps
 
-    def ramps(self, step: int, alpha: Tensor, worth: Tensor, ramp: Tensor) -> Tensor:
-        """By how much each gate is to shrink in every step from now on; 0: it is left alone.
+    def shrink_rates(self, step: int, alpha: Tensor, worth: Tensor, rates: Tensor) -> Tensor:
+        """Return how much each gate shrinks in every following step; 0 leaves it to the loss.
 
         Args:
             step: the number of steps done.
-            alpha: of all gates.
-            worth: what each of them is worth to the loss.
-            ramp: what was returned last. A gate that shrinks goes on shrinking.
+            alpha: α of all gates.
+            worth: how much the loss needs each gate.
+            rates: the last result. A gate that shrinks continues to shrink.
         """
-        begins, deadline = self.schedule.begins(self.steps), self.schedule.deadline(self.steps)
-        if not begins <= step < deadline:
-            return torch.zeros_like(ramp)
-        within = min(self.schedule.window_of(self.steps), deadline - step)
-        left = torch.where(ramp > 0, 0, alpha)  # when those have closed that shrink now
-        if step + within >= deadline:
-            closing = (self.budget.land(left, worth) == 0) & (left != 0)
+        start, deadline = self.schedule.begins(self.steps), self.schedule.deadline(self.steps)
+        if not start <= step < deadline:
+            return torch.zeros_like(rates)
+        duration = min(self.schedule.window_of(self.steps), deadline - step)
+        remaining = torch.where(rates > 0, 0, alpha)  # after the gates that shrink now have closed
+        if step + duration >= deadline:
+            closing = (self.budget.land(remaining, worth) == 0) & (remaining != 0)
         else:
-            closing = self._due(step + within, left, worth)
-        return torch.where(closing, (1 + _MORE) * alpha.abs() / within, ramp)
+            closing = self._due(step + duration, remaining, worth)
+        return torch.where(closing, (1 + _MARGIN) * alpha.abs() / duration, rates)
 
     def _due(self, step: int, alpha: Tensor, worth: Tensor) -> Tensor:
-        """What has to close for the cost to be on its path then; nothing that ends the excess."""
+        """Return a mask of the gates that must be closed at `step` to be on the path.
+
+        Before the landing, no gate closes that would bring the cost below the budget.
+        """
         budget, n = self.budget, self.budget.widths(alpha)
-        first = float(budget.excess(budget.cost.full))
-        target = first * self.schedule.path(step, self.steps)
+        original_excess = float(budget.excess(budget.cost.full))
+        target = original_excess * self.schedule.path(step, self.steps)
         if float(budget.excess(n)) <= target:
             return torch.zeros_like(alpha, dtype=torch.bool)
         blocks = budget.blocks(alpha, worth)
-        last = budget.needed(n, blocks, 0.0) - (not budget.is_coarse)
-        count = min(self._nearest(n, blocks, target), last)
+        most = budget.needed(n, blocks, 0.0) - (not budget.is_coarse)
+        count = min(self._nearest(n, blocks, target), most)
         closing = (blocks.member >= 0) & (blocks.member < count)
         return closing & budget.planned(alpha, worth) if budget.is_coarse else closing
 
     def _nearest(self, n: Tensor, blocks: Blocks, target: float) -> int:
-        """How many blocks to close so that the cost is as near to its path as blocks allow.
+        """Return how many blocks to close so that the cost is as near to its path as possible.
 
         The last block crosses the path. An expensive channel would cross it by points, so that
         block waits if the cost is nearer to the path without it.

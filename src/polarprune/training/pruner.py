@@ -1,79 +1,97 @@
-"""`Pruner`: gates in the model, a proximal step after every optimizer step, and the export."""
+"""`Pruner`: gates in the model, a step of the gates after every optimizer step, and the export.
+
+This module has the methods that users call. `run` has the parts of a run behind them.
+"""
 
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 
-from ..analysis.trace import changed, survey
-from ..channels.graph import Graph, Plan, plan_of
+from ..analysis.trace import survey
+from ..channels.graph import Plan, plan_of
 from ..channels.propagation import Rule
-from ..cost.budget import Budget
-from ..cost.latency import Stopwatch
 from ..errors import PruneError
-from ..gates.gate import Gate, gate_value
-from ..gates.install import install
 from ..report.report import Report
-from ..rewriting.forward_weights import without_computed_weights
-from ..surgery.apply import plain, shrink, warn_of_hooks
-from ..surgery.proof import check_macs, example_for, own_copy, prove_cut
-from ..tracing.tape import Example, clear_slots, copy_model, emptied, empty_slots
+from ..surgery.apply import warn_of_hooks
+from ..surgery.proof import own_copy
+from ..tracing.tape import Example, emptied
 from ..validation.arguments import (
     check_done,
     check_finite,
     check_gates,
     check_known,
     check_optimizers,
-    check_prunable,
     check_rates,
     check_schedule,
     check_settings,
-    check_unchanged,
     check_weights,
-    checked_copies,
 )
 from ..validation.pruner_state import check_state
-from .compaction import Rebuild, check_held, gates_in, skeleton
-from .controller import Controller
+from .rebuild import check_held
+from .run import PruningRun
 from .schedule import Schedule
-from .stepper import Stepper
 
-_CONTROLS = 400  # how often the host looks at the gates during a run, at most
-_BINS = 20
-_LANDING = 0.005  # of the MACs: more is not closed at once without a word
-_FIFTH = 0.2  # of the MACs: compact="auto" waits until so much has gone since the last time
-_LAST = 0.05  # the same once the budget is met, as no more will go
-_WORTH = 0.02  # of all steps: what is left of the training has to become shorter by so much
-_ROUTED = "what is computed depends on the data: MACs are those of the way that the example takes"
+_ROUTED = (
+    "what the model computes depends on the data: MACs are those of the path that the example takes"
+)
 
 
-class Pruner:
-    """Prunes a model to a preset budget while the user trains it.
+class Pruner(PruningRun):
+    """Prune a model to a preset budget while you train it.
 
     Args:
-        model: gets gates, in place.
+        model: the model to prune. It gets gates, in place.
         example_inputs: what `model(...)` takes: a tensor, or a tuple or dict of arguments.
-        macs, params: budgets, as fractions of the original; met at the end, never exceeded.
-        latency: the same for the time of a forward pass in eval mode, measured on the example, here
-            and now; an export more than 5 % above it is refused. Combines with the others.
-        lam: instead of a budget, the paper's plain mode: a fixed λ, the ratio falls where it falls.
-        steps: how many optimizer steps the training takes.
-        keep: patterns of module names to leave whole.
-        multiple_of: every kept width is a multiple of this.
-        schedule: how ε and the cost go down.
-        rules: rules for operations that are not known, `{torch.ops.…: rule}` (see `trace`).
-        norms: open channels that layer, RMS and group norms mix (see `trace`).
-        compact: "auto" calls `compact()` a few times: whenever a fifth of the MACs has gone, as
-            long as enough steps are left. Steps and MACs decide, never a clock.
+        macs: budget for the MACs, as a fraction of the original (0.5 is half). It is met at the end
+            and never exceeded.
+        params: the same for the parameters. Budgets can be combined.
+        latency: the same for the time of a forward pass in eval mode, measured on the example
+            and on its device. An export that takes over 5 % more is refused.
+        lam: the paper's plain mode instead of a budget: a fixed λ, with no ratio set in advance.
+        steps: the number of optimizer steps of the training.
+        keep: patterns of module names whose channels are frozen.
+        multiple_of: every kept width is a multiple of this number.
+        schedule: how ε and the cost decrease over the steps.
+        rules: rules for unknown operations, `{torch.ops.…: rule}` (see `polarprune.rules`).
+        norms: make channels prunable that layer, RMS and group norms mix (see `trace`).
+        compact: "auto" calls `compact()` whenever a fifth of the MACs has closed, as long as enough
+            steps remain. Steps and MACs decide, never a clock.
+
+    Attributes:
+        gates: the gate of each prunable group, by group name.
+        graph: what `trace` found.
+        history: one row for every look at the gates: step, shares of the cost, closed gates, ε, λ.
+        landing: the gates and the share of the MACs that were closed at once at the deadline.
+        proof: the largest difference that the last `export` found, for every mode.
+        copies: other copies of the gated model, such as averaged weights, that `compact` cuts.
+
+    Raises:
+        PruneError: if an argument is wrong, the model cannot be traced, no channel is prunable, or
+            the budget cannot be reached. The model is not changed.
+
+    Example:
+        >>> import torch
+        >>> import polarprune as pp
+        >>> model = torch.nn.Sequential(
+        ...     torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4)
+        ... )
+        >>> x = torch.randn(16, 8)
+        >>> pruner = pp.Pruner(model, x, macs=0.5, steps=50)
+        >>> optimizer = torch.optim.SGD(pruner.param_groups(lr=0.1), momentum=0.9)
+        >>> pruner.attach(optimizer)
+        >>> for _ in range(50):
+        ...     optimizer.zero_grad()
+        ...     model(x).square().mean().backward()
+        ...     optimizer.step()
+        >>> pruner.export()[0]
+        Linear(in_features=8, out_features=16, bias=True)
     """
 
     def __init__(
@@ -97,58 +115,42 @@ class Pruner:
         wanted = {"macs": macs, "params": params, "latency": latency}
         check_schedule(schedule, Schedule)
         limits = check_settings(wanted, lam, steps, multiple_of, compact, keep)
-        steps, multiple_of = int(steps), int(multiple_of)
-        lam = None if lam is None else float(lam)  # numpy's cannot be loaded from a checkpoint
-        example = own_copy(example_inputs)  # the user may write into theirs
-        self.model, self.example = model, example
-        self.lam, self.steps, self.schedule = lam, steps, schedule
-        self.multiple_of = multiple_of
-        self._survey = partial(survey, keep=keep, rules=rules, norms=norms, compare_outputs=True)
-        self.graph: Graph = self._survey(model, example)
-        check_prunable(self.graph)
-        self.budget = Budget(self.graph, limits or {"macs": 0.0}, multiple_of)
-        self.limits = limits
-        self._watch: Stopwatch | None = None
-        if latency is not None:
-            self._watch = Stopwatch(model, self.graph, example, latency)
-            self._watch.install(self.budget)
-        if limits:
-            self.budget.check_reachable()
-        self._bare = skeleton(without_computed_weights(model, self.graph.forward_weights))
-        self._slots = empty_slots(model)
-        self._present = torch.ones(self.graph.units, dtype=torch.bool, device="cpu")
-        self.gates: dict[str, Gate] = install(model, self.graph, example)
-        pulls = lam is not None
-        self._stepper = Stepper(self.gates, self.budget.owner, schedule, steps, pulls=pulls)
-        self._made_for = self._weight().dtype
-        self.step_count = 0
-        self.landed = False
-        self.landing = {"gates": 0, "macs": 0.0}  # what was closed at once at the deadline
-        self._controller = Controller(self.budget, schedule, steps)
-        self.history: list[dict[str, Any]] = []
-        self.proof: dict[str, float] = {}
-        self._optimizer: Optimizer | None = None
-        self._others: tuple[Optimizer, ...] = ()
-        self._lr: float | None = None
-        self._every = max(1, steps // _CONTROLS)
-        self.copies: list[nn.Module] = []  # of the gated model (averages), cut when it is
-        self._compacts = compact == "auto"
-        self.compactions = 0  # so far; each changes shapes
-        self._compacted = 1.0  # share of MACs at the last
-        self._given_up = False  # compact="auto" failed once
-        self._control()
+        trace = partial(survey, keep=keep, rules=rules, norms=norms, compare_outputs=True)
+        super().__init__(
+            model,
+            own_copy(example_inputs),  # the user may overwrite theirs
+            trace,
+            schedule,
+            limits=limits,
+            lam=None if lam is None else float(lam),  # a checkpoint cannot hold numpy's numbers
+            steps=int(steps),
+            multiple_of=int(multiple_of),
+            compacts=compact == "auto",
+        )
 
     # --- in the training loop ---------------------------------------------------------------------
 
     def param_groups(
         self, lr: float, weight_decay: float | None = None, **kw: Any
     ) -> list[dict[str, Any]]:
-        """The model's parameters, and the gates' with a tenth of the rate and no weight decay.
+        """Return parameter groups for an optimizer: the model's weights, and the gates.
 
-        Weight decay that is not given here is what the optimizer is given, or has by itself.
+        Args:
+            lr: the learning rate of the weights. Gates learn with a tenth of it.
+            weight_decay: of the weights; by default what the optimizer uses. Gates have none.
+            **kw: other options of the groups.
+
+        Returns:
+            Two groups, weights first.
+
+        Raises:
+            PruneError: if a rate is not a finite number from 0 on.
+
+        Example:
+            >>> optimizer = torch.optim.SGD(pruner.param_groups(lr=0.1, weight_decay=5e-4))
         """
         check_rates(lr, weight_decay, kw)
-        alphas = self._alphas()
+        alphas = self._stepper.alphas
         mine = {id(alpha) for alpha in alphas}
         rest = [p for p in self.model.parameters() if id(p) not in mine]
         gate_lr = self._lr = lr * self.schedule.gate_lr
@@ -159,23 +161,38 @@ class Pruner:
         ]
 
     def attach(self, optimizer: Optimizer, *others: Optimizer) -> None:
-        """Let the proximal step, ε and the budget follow every real step of this optimizer.
+        """Move the gates after every real step of this optimizer.
 
-        It holds the gates. `others`, if there are any, hold other parameters: `compact` cuts their
-        state as well.
+        Args:
+            optimizer: holds the gates.
+            *others: optimizers of other parameters; `compact` cuts their state, too.
+
+        Raises:
+            PruneError: if the optimizer does not hold the gates, or decays them.
+
+        Example:
+            >>> pruner.attach(optimizer)
         """
         check_optimizers((optimizer, *others))
         if self._optimizer is not None:
             raise PruneError("attach: this pruner is attached already; one optimizer is enough.")
-        check_gates(dict(self._named_alphas()), self._alphas(), optimizer)
-        if self._compacts:
+        check_gates(self._named_alphas(), self._stepper.alphas, optimizer)
+        if self._compaction.automatic:
             check_held(self.model, (optimizer, *others), "attach(optimizer, other)")
         self._optimizer, self._others = optimizer, others
         optimizer.register_step_pre_hook(lambda opt, args, kw: self._check_steps_left())
         optimizer.register_step_post_hook(lambda opt, args, kw: self._after_step(opt))
 
     def step(self) -> None:
-        """One proximal step, by hand; `attach` calls it after every optimizer step."""
+        """Move the gates by one step; `attach` calls this after every optimizer step.
+
+        Raises:
+            PruneError: after the announced number of steps, or if gates are NaN or infinite.
+
+        Example:
+            >>> optimizer.step()
+            >>> pruner.step()  # only if the optimizer is not attached
+        """
         self._check_steps_left()
         if self.lam is not None and self._optimizer is None and self._lr is None:
             raise PruneError(
@@ -183,185 +200,96 @@ class Pruner:
                 "optimizer with pruner.param_groups(lr=...), and attach it."
             )
         captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if not captured and self._is_due():
-            check_finite(dict(self._named_alphas()), self._flat())
-        self._stepper.follow()
+        if not captured:
+            self._check_gates_if_due()
+        self._stepper.follow_device()
         if self.lam is not None:
             self._stepper.scale.fill_(self.lam * self._gate_lr())
         self._stepper()
         if not captured:
-            self._count()
+            self._finish_step()
 
     def replayed(self) -> None:
-        """The host's part, after a replay of a CUDA graph that holds the optimizer's step."""
+        """Do the host's part of a step after a CUDA graph that holds the step was replayed.
+
+        Raises:
+            PruneError: as `step` does.
+
+        Example:
+            >>> cuda_graph.replay()
+            >>> pruner.replayed()
+        """
         self._check_steps_left()
-        if self._is_due():
-            check_finite(dict(self._named_alphas()), self._flat())
-        self._count()
+        self._check_gates_if_due()
+        self._finish_step()
 
-    def _is_due(self) -> bool:
-        """True if the host is to look at the gates after this step."""
-        step = self.step_count + 1
-        last = (self.schedule.deadline(self.steps), self.steps)
-        return step in last or step % self._every == 0
-
-    def _count(self) -> None:
-        due = self._is_due()
-        self.step_count += 1
-        if due:
-            self._control()
-
-    def _after_step(self, optimizer: Optimizer) -> None:
-        found_inf = getattr(optimizer, "found_inf", None)  # fused optimizers skip steps inside
-        if found_inf is not None and bool(found_inf):
+    def _finish_step(self) -> None:
+        """Count the step, look at the gates if it is time, and compact if that pays."""
+        if not self._steering.count_step(float(self._gate_lr())):
             return
-        self.step()
-
-    def _check_steps_left(self) -> None:
-        if self.step_count >= self.steps:
-            raise PruneError(
-                f"steps: {self.steps} steps were announced and all are done. Set "
-                f"steps = epochs * len(loader) (optimizer steps, not batches, if gradients are "
-                f"accumulated); to train on, export first and train the small model."
-            )
-
-    def _gate_lr(self) -> Any:
-        """A number, or a tensor where the optimizer is to be captured."""
-        if self._optimizer is None:
-            return self._lr or 0.0
-        first = id(self._alphas()[0])
-        for group in self._optimizer.param_groups:
-            if any(id(p) == first for p in group["params"]):
-                return group["lr"]
-        raise AssertionError("attach made sure that the gates are there")
-
-    # --- the budget, on the host ------------------------------------------------------------------
-
-    @torch.no_grad()
-    def _control(self) -> None:
-        """Look at the gates: which are to close now, and is it time to land."""
-        alpha = self._flat().double().cpu()
-        if self.limits and self.step_count >= self.schedule.deadline(self.steps):
-            alpha = alpha if self.landed else self._land(alpha)
-        elif self.lam is not None and self.step_count == self.steps:
-            self.budget.even_out(alpha)
-            self._stepper.put(alpha)
-        if not self.schedule.reopens:
-            alpha = self._settle(alpha)
-        n = self.budget.widths(alpha)
-        if self._watch is not None and not self.landed:
-            self._watch.look(n)
-        self._steer(alpha, n)
-        self._record(alpha, n)
-        if self._compacts and not self._given_up and self._pays():
+        compaction, step, now = self._compaction, self.step_count, self.history[-1]
+        if not compaction.automatic or compaction.gave_up:
+            return
+        if compaction.pays(now["macs"], self.steps - step, self.steps, self.landed):
             try:
                 self.compact()
-            except PruneError as error:  # a training must not end for it
-                self._given_up = True
-                warnings.warn(f'compact="auto" is given up: {error}', stacklevel=2)
+            except PruneError as error:
+                compaction.give_up(error)
 
-    def _steer(self, alpha: Tensor, n: Tensor) -> None:
-        """Tell the stepper what to do with each gate."""
-        stepper = self._stepper
-        for own, new in zip((stepper.q, stepper.b), self.budget.combined(n), strict=True):
-            own.copy_(new)
-        if self.lam is None:
-            worth, ramp = stepper.worth.cpu(), stepper.ramp.double().cpu()
-            stepper.ramp.copy_(self._controller.ramps(self.step_count, alpha, worth, ramp))
-        else:
-            spared = self.budget.blocks(alpha).member < 0 if self.schedule.spares else alpha.isnan()
-            stepper.pulled.copy_(~spared & (self.step_count >= self.schedule.begins(self.steps)))
+    def _after_step(self, optimizer: Optimizer) -> None:
+        found_inf = getattr(optimizer, "found_inf", None)  # fused optimizers skip steps themselves
+        if found_inf is None or not bool(found_inf):
+            self.step()
 
-    def _settle(self, alpha: Tensor) -> Tensor:
-        """Close what is read only by layers of which nothing is left: it has lost its meaning."""
-        settled = self.graph.settle(alpha != 0)
-        if bool((settled != (alpha != 0)).any()):
-            alpha = alpha * settled
-            self._stepper.put(alpha)
-        return alpha
-
-    def _land(self, alpha: Tensor) -> Tensor:
-        """Close what is still missing: next to nothing, or the user is told."""
-        before = self.graph.cost.share(self.budget.widths(alpha))["macs"]
-        landed = (self._watch or self.budget).land(alpha, self._stepper.worth.cpu())
-        gone = before - self.graph.cost.share(self.budget.widths(landed))["macs"]
-        self.landing = {"gates": int(((alpha != 0) & (landed == 0)).sum()), "macs": gone}
-        if gone > _LANDING and self._watch is None:
-            warnings.warn(
-                f"{self.landing['gates']} gates with {gone:.1%} of the MACs were closed at once to "
-                f"meet the budget at step {self.step_count}. Were gates changed from outside?",
-                stacklevel=2,
-            )
-        self._stepper.put(landed)
-        self.landed = True
-        return landed
-
-    def _record(self, alpha: Tensor, n: Tensor) -> None:
-        values = gate_value(alpha, self.schedule.eps(self.step_count, self.steps))
-        share = self.graph.cost.share(n)
-        lr = float(self._gate_lr())
-        pull = self._stepper.ramp.double().cpu() / self.budget.price(n)[self.budget.owner]
-        lam = float(pull.max()) / lr if lr else 0.0
-        self.history.append(
-            {
-                "step": self.step_count,
-                **{key: value for key, value in share.items() if key != "memory"},
-                "closed": int((alpha == 0).sum()),
-                "between": int(((values > 0) & (values <= 0.5)).sum()),
-                "eps": self.schedule.eps(self.step_count, self.steps),
-                "lam": lam if self.lam is None else self.lam,
-                "histogram": torch.histc(values, _BINS, 0, 1).int().tolist(),
-            }
-        )
-
-    # --- looking ----------------------------------------------------------------------------------
-
-    def _named_alphas(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, gate.alpha) for name, gate in self.gates.items()]
-
-    def _alphas(self) -> list[nn.Parameter]:
-        return self._stepper.alphas
-
-    def _flat(self) -> Tensor:
-        return self._stepper.flat()
-
-    def _widths(self) -> Tensor:
-        return self.budget.widths(self._flat().cpu())
+    # --- the state of the run ---------------------------------------------------------------------
 
     def cost(self) -> dict[str, int]:
-        """Remaining MACs, params and memory (bytes) now, exact, without a forward pass."""
+        """Return the remaining MACs, parameters and memory in bytes: exact, without a forward pass.
+
+        Example:
+            >>> pruner.cost()["macs"]
+            192
+        """
         return self.graph.cost.at(self._widths())
 
     def plan(self) -> Plan:
-        """Group name -> indices of the channels that are alive; plain data."""
-        return plan_of(self.graph, self._flat().cpu() != 0)
+        """Return the indices of the channels to keep, by group name, as plain data.
 
-    def _settings(self) -> dict[str, Any]:
-        goal = self.limits if self.lam is None else {"lam": self.lam}
-        return {**goal, "steps": self.steps, "multiple_of": self.multiple_of}
+        Example:
+            >>> len(pruner.plan()["0"])
+            16
+        """
+        return plan_of(self.graph, self._alive())
 
     def report(self) -> Report:
-        """What happened so far, as data; text, Markdown, JSON and HTML are views of it."""
+        """Return what happened so far as data, with views as text, Markdown, JSON and HTML.
+
+        Example:
+            >>> print(pruner.report())  # doctest: +SKIP
+        """
+        plan = self.plan()
+        routed = [_ROUTED] if self.graph.tapes[0].depends_on_data else []
+        groups = [
+            {
+                "name": name,
+                "before": group.size,
+                "after": len(plan.get(name, range(group.size))),
+                "reason": group.reason if group.frozen else "",
+            }
+            for name, group in self.graph.groups.items()
+        ]
         return Report(
             settings=self._settings(),
             before=self.graph.cost.original(),
             after=self.cost(),
-            groups=[
-                {
-                    "name": name,
-                    "before": group.size,
-                    "after": len(self.plan().get(name, range(group.size))),
-                    "reason": group.reason if group.frozen else "",
-                }
-                for name, group in self.graph.groups.items()
-            ],
+            groups=groups,
             history=copy.deepcopy(self.history),
             proof=dict(self.proof),
-            notes=[*self.graph.notes, *([_ROUTED] if self.graph.tapes[0].depends_on_data else [])],
-            results={"latency_ms": self._watch.results} if self._watch else {},
+            notes=[*self.graph.notes, *routed],
+            results={"latency_ms": self._stopwatch.results} if self._stopwatch else {},
         )
 
-    # --- smaller while it trains ------------------------------------------------------------------
+    # --- smaller models ---------------------------------------------------------------------------
 
     def compact(
         self,
@@ -370,160 +298,90 @@ class Pruner:
         copies: Iterable[nn.Module] | None = None,
         verify: bool = True,
     ) -> None:
-        """Take out what is closed, in place; training goes on as if nothing had happened, faster.
+        """Remove closed channels from the model in place; training continues as before, faster.
 
-        Parameters stay the objects they are, cut, and so does the state of the optimizers: of those
-        that are attached, and of those given (`()`: there are none). `copies` are other copies of
-        the gated model that live beside it, such as `torch.optim.swa_utils.AveragedModel` (if not
-        given, those in `pruner.copies`). What was built around the shapes of the model has to be
-        built anew: DistributedDataParallel, a captured CUDA graph. Compiled models compile again by
-        themselves.
+        Parameters stay the same objects, and the state of the optimizers is cut with them. What was
+        built for the old shapes has to be built again: DistributedDataParallel, a captured CUDA
+        graph. Compiled models are compiled again automatically.
+
+        Args:
+            optimizer: optimizers besides those attached; `()` if there are none.
+            copies: other copies of the gated model to cut, such as
+                `torch.optim.swa_utils.AveragedModel`; by default `pruner.copies`.
+            verify: compact a copy first and compare it with the model.
+
+        Raises:
+            PruneError: if something cannot be cut, or the result differs. Nothing is changed.
+
+        Example:
+            >>> pruner.compact()
         """
         known = self._optimizers(optimizer)
         check_known(known, optimizer is None and self.step_count > 0)
-        rebuild = Rebuild(self._bare, self.graph, self._present, self._flat().cpu() != 0)
-        if torch.equal(rebuild.after, rebuild.before):
-            return
-        check_unchanged(changed(self.graph, self.model))
-        if known:
-            check_held(self.model, known, "compact(optimizer=[...])")
-        for one in known:
-            rebuild.check(one)
-        others = self._checked(rebuild, self.copies if copies is None else copies)
-        if verify:
-
-            def cut(gated: nn.Module) -> nn.Module:
-                trial = copy_model(gated)
-                rebuild.gated(trial, gates_in(trial, self.model, self.gates))
-                return trial
-
-            with emptied(self._slots):
-                prove_cut(self.model, cut(self.model), self._here(), cut, 1e-4)
-        self._take_out(rebuild, known, others)
-
-    def _optimizers(self, more: Any = ()) -> list[Optimizer]:
-        given = list(more) if isinstance(more, Iterable) else [more]
-        found = [one for one in (self._optimizer, *self._others, *given) if one is not None]
-        check_optimizers(found, "compact")
-        return list(dict.fromkeys(found))
-
-    def _checked(self, rebuild: Rebuild, copies: Iterable[nn.Module]) -> list[nn.Module]:
-        """The models inside wrappers that average them."""
-        given = checked_copies(copies)
-        found = [one.module if isinstance(one, AveragedModel) else one for one in given]
-        for one in found:
-            rebuild.check_copy(one, self.model)
-        return found
-
-    def _pays(self) -> bool:
-        """A fifth of the MACs has gone; or less, but no more will. And enough steps are left.
-
-        Decided by steps and MACs alone: by a clock, a resumed run would be another one.
-        """
-        gone = 1 - self.history[-1]["macs"] / self._compacted
-        saved = gone * (self.steps - self.step_count)
-        return bool(gone >= (_LAST if self.landed else _FIFTH) and saved >= _WORTH * self.steps)
-
-    def _take_out(
-        self, rebuild: Rebuild, optimizers: list[Optimizer], copies: list[nn.Module]
-    ) -> None:
-        if torch.equal(rebuild.after, rebuild.before):
-            return
-        for other in copies:
-            rebuild.gated(other, gates_in(other, self.model, self.gates))
-        rebuild.gated(self.model, self.gates, optimizers)
-        torch.clear_autocast_cache()
-        clear_slots(self._slots)
-        self.compactions += 1
-        self._present = rebuild.after
-        self._stepper.take_out(rebuild.after)
-        self._compacted = self.graph.cost.share(self._widths())["macs"]
-
-    def _cut(self, gated: nn.Module) -> nn.Module:
-        """What is left of a gated model, without gates."""
-        small = plain(gated)
-        if bool(self._present.all()):
-            graph = self._survey(small, self._here()) if changed(self.graph, small) else self.graph
-            return shrink(small, graph, self.plan())
-        Rebuild(self._bare, self.graph, self._present, self._flat().cpu() != 0)(small)
-        return small
-
-    # --- out --------------------------------------------------------------------------------------
+        example = self._here() if verify else None
+        if self._compaction.run(self._alive(), known, copies, example):
+            self._after_compaction()
 
     def export(self, verify: bool = True) -> nn.Module:
-        """A new, plain, small model, proved equal to the gated one, which stays as it is."""
-        check_finite(dict(self._named_alphas()), self._flat())
+        """Return a new, plain, small model that computes the same function as the gated one.
+
+        The gated model stays as it is.
+
+        Args:
+            verify: compare the small model with the gated one, in train and in eval mode, on the
+                example and on other inputs. `pruner.proof` has the largest differences.
+
+        Returns:
+            A module of the model's own class with smaller layers.
+
+        Raises:
+            PruneError: if the budget is not met yet, weights are NaN or infinite, or the small
+                model differs.
+
+        Example:
+            >>> small = pruner.export()
+        """
+        check_finite(self._named_alphas(), self._flat())
         check_weights(self.model)
         share = self.graph.cost.share(self._widths())
-        deadline = self.schedule.deadline(self.steps) if not self.landed else 0
+        deadline = 0 if self.landed else self.schedule.deadline(self.steps)
         check_done(self.limits, share, self.step_count, self.steps, deadline)
         warn_of_hooks(self.model)
-        with emptied(self._slots):
-            small = self._cut(self.model)
-            if verify:
-                self.proof = prove_cut(self.model, small, self._here(), self._cut)
+        alive, example = self._alive(), self._here()
+        with emptied(self._compaction.slots):
+            small = self._exporter.cut(self.model, alive, example)
         if verify:
-            example = self._here()
-            if not self.graph.tapes[0].depends_on_data:
-                check_macs(small, example, self.cost()["macs"])
-            if self._watch is not None:
-                self._watch.check(small)
+            self.proof = self._exporter.proved(small, alive, example, self.cost()["macs"])
+            if self._stopwatch is not None:
+                self._stopwatch.check(small)
         return small
 
-    def _here(self) -> Example:
-        """The example where the model is, in its precision."""
-        return example_for(self.example, self._weight(), self._made_for)
-
-    def _weight(self) -> Tensor:
-        """One of the model's, which knows device and precision."""
-        mine = {id(alpha) for alpha in self._alphas()}
-        weights = [p for p in self.model.parameters() if p.is_floating_point()]
-        return next((p for p in weights if id(p) not in mine), self._flat())
+    # --- resuming ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What is needed to resume exactly, beside the model's and the optimizer's own state.
+        """Return what a resumed run needs besides the state of the model and the optimizer.
 
-        Gates that are not finite are refused: a checkpoint of these must not replace a good one.
+        Raises:
+            PruneError: if gates are NaN or infinite: such a checkpoint must not replace a good one.
+
+        Example:
+            >>> state = pruner.state_dict()
         """
         flat = self._flat()
-        check_finite(dict(self._named_alphas()), torch.cat([flat, self._stepper.worth.to(flat)]))
+        check_finite(self._named_alphas(), torch.cat([flat, self._stepper.worth.to(flat)]))
         return self._state()
 
-    def _state(self) -> dict[str, Any]:
-        sizes = [group.size for group in self.graph.prunable.values()]
-        return {
-            "settings": self._settings(),
-            "schedule": asdict(self.schedule),
-            "step": self.step_count,
-            "landed": self.landed,
-            "landing": dict(self.landing),
-            "alpha": dict(zip(self.gates, self._flat().split(sizes), strict=True)),
-            "present": self._present.clone(),
-            "compacted": self._compacted,
-            "given_up": self._given_up,
-            "stepper": self._stepper.state(),
-            "history": copy.deepcopy(self.history),
-            **({"latency": self._watch.state()} if self._watch else {}),
-        }
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there. After `compact()` this comes before the model's and the optimizer's.
+        """Resume from the state that `state_dict` returned.
 
-        The model is brought to the widths that it had, which the other states then fit. All of the
-        state is checked first: one that is damaged, or of another run, changes nothing.
+        Load it before the states of the model and the optimizer: after a `compact()` it brings the
+        model to the widths that those states have.
+
+        Raises:
+            PruneError: if the state is damaged, or belongs to another run. Nothing is changed.
+
+        Example:
+            >>> pruner.load_state_dict(state)
         """
-        deadline = self.schedule.deadline(self.steps) if self.limits else 0
-        check_state(state, self._state(), self.graph, deadline)
-        rebuild = Rebuild(self._bare, self.graph, self._present, state["present"].cpu())
-        copies, optimizers = self._checked(rebuild, self.copies), self._optimizers()
-        for one in optimizers:
-            rebuild.check(one)
-        self.step_count, self.landed = state["step"], state["landed"]
-        self.landing = dict(state["landing"])
-        self.history = copy.deepcopy(state["history"])
-        self._take_out(rebuild, optimizers, copies)
-        self._compacted, self._given_up = state["compacted"], state["given_up"]
-        self._stepper.put(torch.cat([state["alpha"][name] for name in self.gates]))
-        self._stepper.load(state["stepper"])
-        if self._watch is not None:
-            self._watch.load(state["latency"])
+        check_state(state, self._state(), self.graph, self._steering.deadline)
+        self._restore(state)

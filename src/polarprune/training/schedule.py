@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import Any, TypeVar
-
-from torch import Tensor
+from typing import Any
 
 from ..errors import PruneError
 from ..validation.numbers import is_number
@@ -79,14 +77,13 @@ class Schedule:
             if type(value) not in (bool, int, float):  # of numpy: checkpoints hold plain numbers
                 object.__setattr__(self, name, int(value) if name in _WHOLE else float(value))
 
-    def eps(self, step: Number, steps: int) -> Number:
-        """ε after so many steps, on the host or, as a tensor, on the device."""
-        step = step.clamp(max=steps) if isinstance(step, Tensor) else min(step, steps)
-        ratio, times = self.eps_end / self.eps_start, step / steps
+    def eps(self, step: int, steps: int) -> float:
+        """Return ε after so many steps."""
+        step = min(step, steps)
         if self.decay:
-            ratio, times = self.decay, step // self.every
-        found: Number = self.eps_start * ratio**times
-        return found
+            return self.eps_start * self.decay ** (step // self.every)
+        ratio: float = (self.eps_end / self.eps_start) ** (step / steps)
+        return self.eps_start * ratio
 
     def begins(self, steps: int) -> int:
         return math.floor(self.start * steps)
@@ -118,7 +115,6 @@ class Schedule:
         return 0.5 * (1 + math.cos(math.pi * (step - first) / (last - first)))
 
 
-Number = TypeVar("Number", float, Tensor)
 _FLAGS, _WHOLE = ("relaxed", "reopens", "spares"), ("sweeps", "every")
 _POSITIVE = ("window", "memory", "max_shrink", "sweeps", "every", "alpha_start")
 

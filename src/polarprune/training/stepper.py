@@ -1,13 +1,16 @@
-"""One step of all gates on the device: what the loss says about them, the proximal step, then ε.
+"""Move all gates by one step on the device.
 
-Everything that changes during a run is a tensor that is written in place, and nothing is read back:
-no step waits for the device, and a CUDA graph can hold it. The host looks in now and then.
+After every optimizer step the stepper records how much the loss needs each gate, then shrinks
+gates: those selected by the controller (with a budget), or all of them by the paper's proximal step
+(with `lam=`). Everything that changes during a run is a tensor that is written in place, and
+nothing is read back. No step waits for the device, and a CUDA graph can hold it. The host counts
+the steps (`Steering`) and writes what depends on the count (`set_step`).
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -16,138 +19,162 @@ from ..gates.gate import Gate
 from .proximal import prox_l0, prox_l1
 from .schedule import Schedule
 
+_SAVED = ("scale", "q", "b", "pulled", "shrink", "worth")
+
 
 class Stepper:
-    """All gates as one vector, of the length they had at first: what was taken out is closed."""
+    """All gates as one vector of the original length; removed channels count as closed.
+
+    Args:
+        gates: the gate of each group, by group name.
+        owner: for every entry of the vector, the number of its group.
+        schedule: the numbers that steer ε and α.
+        steps: the number of optimizer steps of the run.
+        proximal: take the paper's proximal step (`lam=`); otherwise gates close as the controller
+            selects them.
+    """
 
     def __init__(
-        self, gates: dict[str, Gate], owner: Tensor, schedule: Schedule, steps: int, *, pulls: bool
+        self,
+        gates: dict[str, Gate],
+        owner: Tensor,
+        schedule: Schedule,
+        steps: int,
+        *,
+        proximal: bool,
     ) -> None:
-        """`pulls`: by the paper's proximal step (`lam=`); else gates close by ramps (a budget)."""
-        self.gates, self.schedule, self.steps, self.pulls = gates, schedule, steps, pulls
-        self.places: Tensor | None = None  # of the gates that are left, once some were taken out
+        self.gates, self.schedule, self.steps, self.proximal = gates, schedule, steps, proximal
+        self.kept: Tensor | None = None  # positions of the gates left after a compaction
         groups = len(gates)
         self.owner = owner
-        self.count = torch.zeros((), dtype=torch.float64)  # steps done
         self.scale = torch.zeros((), dtype=torch.float64)  # λη of the proximal step
         self.q = torch.zeros(groups, groups, dtype=torch.float64)
         self.b = torch.zeros(groups, dtype=torch.float64)
         self.live = torch.ones(len(owner), dtype=torch.bool)
-        self.pulled = torch.zeros_like(self.live)  # by the proximal step
+        self.pulled = torch.zeros_like(self.live)  # entries that the proximal step may shrink
         self.alphas: list[nn.Parameter] = [gate.alpha for gate in gates.values()]
         self._first = next(iter(gates.values()))
-        self.before = torch.ones(len(owner), dtype=self._first.alpha.dtype)  # this step
-        self.ramp = torch.zeros_like(self.before)  # by so much a gate that is to close shrinks
-        self.worth = torch.zeros(len(owner), dtype=torch.float64)  # of gates, to the loss
-        self._eps: list[Tensor] = []
-        self.follow()
+        self.before = torch.ones(len(owner), dtype=self._first.alpha.dtype)  # α before this step
+        self.shrink = torch.zeros_like(self.before)  # how much a closing gate shrinks in a step
+        self.worth = torch.zeros(len(owner), dtype=torch.float64)  # how much the loss needs a gate
+        self.weight = torch.ones((), dtype=torch.float64)  # of the newest value in that average
+        self.eps = torch.ones((), dtype=self._first.eps.dtype)
+        self._buffers: list[Tensor] = []
+        self.follow_device()
         self.put(schedule.alpha_start * self.before)
-        self._decay()
+        self.set_step(0)
 
-    def follow(self) -> None:
-        """Move to where the gates are; a model that is moved gets other buffers."""
+    def follow_device(self) -> None:
+        """Move to the device of the gates; moving a model replaces its buffers."""
         device = self._first.alpha.device
-        if self._eps and self._first.eps is self._eps[0] and self.owner.device == device:
+        moved = not self._buffers or self._first.eps is not self._buffers[0]
+        if not moved and self.owner.device == device:
             return
-        self._eps = [gate.eps for gate in self.gates.values()]
+        self._buffers = [gate.eps for gate in self.gates.values()]
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 setattr(self, name, value.to(device))
 
-    def take_out(self, present: Tensor) -> None:
-        """Only these of all gates are left."""
-        self.places = present.nonzero().flatten().to(self.owner.device)
+    def keep_only(self, present: Tensor) -> None:
+        """Continue with these of the original gates; the others were removed from the model."""
+        self.kept = present.nonzero().flatten().to(self.owner.device)
 
     @torch.no_grad()
     def flat(self) -> Tensor:
-        return self._laid_out(torch.cat(list[Tensor](self.alphas)))
+        """Return α of all gates, with zeros for those that were removed."""
+        return self._at_original_positions(torch.cat(list[Tensor](self.alphas)))
 
-    def _laid_out(self, numbers: Tensor) -> Tensor:
-        """Numbers of the gates that are left, in the places that all gates had at first."""
-        if self.places is None:
-            return numbers
-        return numbers.new_zeros(len(self.owner)).index_copy(0, self.places, numbers)
+    def _at_original_positions(self, values: Tensor) -> Tensor:
+        if self.kept is None:
+            return values
+        return values.new_zeros(len(self.owner)).index_copy(0, self.kept, values)
 
     @torch.no_grad()
     def put(self, alpha: Tensor) -> None:
+        """Write α of all gates."""
         alpha = alpha.to(self.alphas[0])
         self.live.copy_(alpha != 0)
         self.before.copy_(alpha)
-        left = alpha if self.places is None else alpha[self.places]
+        left = alpha if self.kept is None else alpha[self.kept]
         pieces = left.split([part.numel() for part in self.alphas])
         torch._foreach_copy_(list[Tensor](self.alphas), list(pieces))
 
     @torch.no_grad()
+    def set_step(self, step: int) -> None:
+        """Write ε, and the weight of the next gradient in `worth`, for `step` steps done."""
+        self.eps.fill_(self.schedule.eps(step, self.steps))
+        torch._foreach_copy_(self._buffers, [self.eps] * len(self._buffers))
+        self.weight.fill_(1 / min(step + 1, self.schedule.memory_of(self.steps)))
+
+    @torch.no_grad()
     def __call__(self) -> None:
+        """Follow one optimizer step."""
         alpha = self.flat()
         if not self.schedule.reopens:
-            alpha = alpha * self.live  # momentum must not revive what is closed
-        if self.pulls:
-            alpha = self._capped(self._pulled(alpha))
-            closable = self.pulled
+            alpha = alpha * self.live  # momentum must not reopen a closed gate
+        if self.proximal:
+            alpha = self._capped(self._proximal_step(alpha))
+            closing = self.pulled
         else:
-            self._weigh(alpha)
-            closable = self.ramp > 0
-            alpha = torch.where(closable, self._ramped(alpha), self._capped(alpha))
+            self._update_worth(alpha)
+            closing = self.shrink > 0
+            alpha = torch.where(closing, self._shrunk(alpha), self._capped(alpha))
         if self.schedule.floor:
-            least = self.schedule.floor * (self.live & ~closable)
-            zero = closable & (alpha.abs() < self.schedule.floor) & self.pulls
-            alpha = torch.where(zero, 0, torch.where(alpha.abs() < least, least, alpha))
+            alpha = self._with_floor(alpha, closing)
         self.put(alpha)
-        self.ramp *= self.live
-        self.count += 1
-        self._decay()
+        self.shrink *= self.live
 
-    def _weigh(self, alpha: Tensor) -> None:
-        """What closing a gate would change in the loss, to first order: (g · ∂L/∂g)², averaged.
+    def _update_worth(self, alpha: Tensor) -> None:
+        """Average (g · ∂L/∂g)²: what closing a gate would change in the loss, to first order.
 
-        ∂L/∂g follows from the gradient of α; where a caller has thrown that away, from the step
-        that the optimizer made of it.
+        ∂L/∂g follows from the gradient of α, or from the optimizer's step where the caller has
+        discarded the gradients.
         """
         grads = [a.grad for a in self.alphas]
         if all(grad is None for grad in grads):
             slope = alpha - self.before
         else:
-            zeros = [torch.zeros_like(a) if g is None else g
-                     for a, g in zip(self.alphas, grads, strict=True)]  # fmt: skip
-            slope = self._laid_out(torch.cat(zeros))
-        before, eps = self.before.double(), self._eps[0].double()
+            present = [
+                torch.zeros_like(a) if grad is None else grad
+                for a, grad in zip(self.alphas, grads, strict=True)
+            ]
+            slope = self._at_original_positions(torch.cat(present))
+        before, eps = self.before.double(), self.eps.double()
         change = slope.double() * before * (before * before + eps) / (2 * eps)
-        memory = self.schedule.memory_of(self.steps)
-        self.worth += (change.square() - self.worth) / (self.count + 1).clamp(max=memory)
+        self.worth += (change.square() - self.worth) * self.weight
 
-    def _ramped(self, alpha: Tensor) -> Tensor:
-        """The soft threshold of gates that are to close; the loss cannot open them again."""
-        size = torch.minimum(alpha.abs(), self.before.abs()) - self.ramp
+    def _shrunk(self, alpha: Tensor) -> Tensor:
+        """Soft-threshold the closing gates; the loss cannot open them again."""
+        size = torch.minimum(alpha.abs(), self.before.abs()) - self.shrink
         return size.clamp_min(0).copysign(self.before)
 
-    def _pulled(self, alpha: Tensor) -> Tensor:
-        """The proximal step of the paper."""
+    def _proximal_step(self, alpha: Tensor) -> Tensor:
+        """Take Algorithm 1 of the paper."""
         proximal = prox_l1 if self.schedule.relaxed else prox_l0
         sweeps = self.schedule.sweeps
         shrunk = proximal(alpha, self.owner, self.q, self.b, self.scale, sweeps=sweeps)
         return torch.where(self.pulled, shrunk, alpha)
 
     def _capped(self, alpha: Tensor) -> Tensor:
-        """No farther from where it was than one step may go."""
+        """Limit how far α moves in one step."""
         cap = self.schedule.cap(self.steps)
         if math.isinf(cap):
             return alpha
         return self.before + (alpha - self.before).clamp(-cap, cap)
 
-    @torch.no_grad()
-    def _decay(self) -> None:
-        """ε, into the buffers of all gates."""
-        eps = self.schedule.eps(self.count, self.steps).to(self._eps[0])
-        torch._foreach_copy_(self._eps, [eps] * len(self._eps))
+    def _with_floor(self, alpha: Tensor, closing: Tensor) -> Tensor:
+        """Keep live gates above the floor; the proximal step rounds what is below it to zero."""
+        least = self.schedule.floor * (self.live & ~closing)
+        zero = closing & (alpha.abs() < self.schedule.floor) & self.proximal
+        return torch.where(zero, 0, torch.where(alpha.abs() < least, least, alpha))
 
-    def state(self) -> dict[str, Any]:
-        names = ("count", "scale", "q", "b", "pulled", "ramp", "worth")
-        return {name: getattr(self, name).clone() for name in names}
+    def state(self) -> dict[str, Tensor]:
+        """Return the tensors that a resumed run needs."""
+        return {name: getattr(self, name).clone() for name in _SAVED}
 
     @torch.no_grad()
-    def load(self, state: dict[str, Any]) -> None:
-        self.follow()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state` returned."""
+        self.follow_device()
         for name, value in state.items():
             getattr(self, name).copy_(value)
-        self._decay()

@@ -268,3 +268,15 @@ def check_unchanged(names: list[str]) -> None:
             f"compact: {names[0]} is another number than when the model was traced, and code that "
             f"is re-emitted would go on with that. Nothing was changed; train on without compact()."
         )
+
+
+def check_minimum(graph: Graph, alive: Tensor) -> None:
+    """Refuse a plan that keeps fewer channels than a group needs."""
+    for name, group in graph.prunable.items():
+        left = int(alive[group.offset : group.offset + group.size].sum())
+        if left < group.minimum:
+            raise PruneError(
+                f"{name}: the plan keeps {left} channels, but at least {group.minimum} must stay, "
+                f"or the input no longer reaches the output, or the model's code does not run: "
+                f"print(graph) says why."
+            )

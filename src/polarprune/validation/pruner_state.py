@@ -149,14 +149,12 @@ def _check_numbers(state: dict[str, Any], own: dict[str, Any], deadline: int) ->
     stepper = state["stepper"]
     if not 0 <= step <= steps:
         _refuse("step", f"is {step}, not within 0 and {steps}")
-    if float(stepper["count"]) != step:
-        _refuse("stepper['count']", f"is {float(stepper['count'])} at step {step}")
     if state["landed"] != (0 < deadline <= step):
         _refuse("landed", f"is {state['landed']} at step {step}")
     if not 0 < state["compacted"] <= 1:
         _refuse("compacted", f"is {state['compacted']}, not a share")
     parts = {
-        **{f"stepper[{k!r}]": (stepper[k], _is_not_negative) for k in ("scale", "ramp", "worth")},
+        **{f"stepper[{k!r}]": (stepper[k], _is_not_negative) for k in ("scale", "shrink", "worth")},
         **{f"landing[{k!r}]": (value, _is_not_negative) for k, value in state["landing"].items()},
         **_latency_parts(state.get("latency")),
     }  # fmt: skip

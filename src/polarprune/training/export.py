@@ -1,0 +1,63 @@
+"""`export`: a plain, small copy of the gated model, proved equal to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ..analysis.trace import changed
+from ..channels.graph import Graph, plan_of
+from ..surgery.proof import check_macs, prove_cut
+from ..tracing.tape import Example, emptied
+from ..validation.arguments import check_minimum
+from .compaction import Compaction
+from .rebuild import Rebuild, ungated
+
+
+class Exporter:
+    """Cuts copies of the gated model by the plan of its gates.
+
+    Args:
+        compaction: knows the model and the channels that it still has.
+        trace_again: traces a model as the pruner did.
+    """
+
+    def __init__(
+        self, compaction: Compaction, trace_again: Callable[[nn.Module, Example], Graph]
+    ) -> None:
+        self.compaction, self.trace_again = compaction, trace_again
+
+    def cut(self, gated: nn.Module, alive: Tensor, example: Example) -> nn.Module:
+        """Return what remains of a gated model, without gates.
+
+        A model whose plain attributes changed since it was traced is traced again; after a
+        compaction that is too late, and `compact` has refused it.
+        """
+        compaction, graph = self.compaction, self.compaction.graph
+        small = ungated(gated, graph)
+        if compaction.count == 0 and changed(graph, small):
+            plan, graph = plan_of(graph, alive), self.trace_again(small, example)
+            alive = graph.alive(plan)
+        check_minimum(graph, alive)
+        present = compaction.present
+        if len(present) != graph.units:
+            present = torch.ones_like(alive)
+        Rebuild(compaction.original(small), graph, present, alive)(small)
+        return small
+
+    def proved(
+        self, small: nn.Module, alive: Tensor, example: Example, macs: int
+    ) -> dict[str, float]:
+        """Compare a cut model with the gated one; return the largest differences."""
+        with emptied(self.compaction.slots):
+            found = prove_cut(
+                self.compaction.model,
+                small,
+                example,
+                lambda gated: self.cut(gated, alive, example),
+            )
+        if not self.compaction.graph.tapes[0].depends_on_data:
+            check_macs(small, example, macs)
+        return found
