@@ -49,7 +49,10 @@ class SmallVGG(VGG):
 class SmallMobileNetV2(MobileNetV2):
     """Seven blocks of half the widths."""
 
-    stages = ((1, 8, 1, 1), (6, 12, 2, 1), (6, 16, 2, 2), (6, 32, 2, 2))
+    stages = ((1, 8, 1), (6, 12, 2), (6, 16, 2), (6, 32, 2))  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__(strides=(1, 1, 2, 2), dropout=0.0)
 
 
 NETWORKS |= {"vgg_small": SmallVGG, "mobilenetv2_small": SmallMobileNetV2}

@@ -59,7 +59,7 @@ def data(count: int) -> list[tuple[Tensor, Tensor]]:
 
 def test_a_model_without_prunable_channels_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 3))
-    message = "no prunable channels: every group stays whole .*Print polarprune.trace"
+    message = "no prunable channels: every group is frozen .*Print polarprune.trace"
     with never_gated(message, model):
         pp.Pruner(model, torch.randn(2, 4), macs=0.5, steps=10)
 

@@ -491,7 +491,7 @@ def test_compact_wants_to_know_the_optimizer() -> None:
         optimizer.step()
         pruner.step()
     before = model(X)
-    for wrong, said in ((None, "the optimizer is not known"), ("sgd", "not a torch.optim")):
+    for wrong, said in ((None, "the optimizer is unknown"), ("sgd", "not a torch.optim")):
         with pytest.raises(pp.PruneError, match=said):
             pruner.compact(optimizer=wrong)  # type: ignore[arg-type]
     assert torch.equal(model(X), before)

@@ -158,7 +158,7 @@ def test_each_process_has_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     data: Any = open_imagenet(pictures(tmp_path))
     parts = []
     for rank in range(2):
-        monkeypatch.setattr(imagenet, "place", lambda rank=rank: (rank, 2))
+        monkeypatch.setattr(imagenet, "rank_and_count", lambda rank=rank: (rank, 2))
         torch.manual_seed(0)
         stream = Loaded(data.train, 4, torch.device("cpu"))
         stream.shuffle()
@@ -166,7 +166,7 @@ def test_each_process_has_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         mine = [range(data.counts[1])[places] for places, _, _ in data._mine()]
         assert [k for some in mine for k in some] == list(range(3 * rank, 3 * rank + 3))
     assert sorted(parts[0] + parts[1]) == list(range(12))
-    monkeypatch.setattr(imagenet, "place", lambda: (0, 3))
+    monkeypatch.setattr(imagenet, "rank_and_count", lambda: (0, 3))
     with pytest.raises(pp.PruneError, match="cannot be shared"):
         Loaded(data.train, 4, torch.device("cpu"))
 

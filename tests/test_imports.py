@@ -20,7 +20,7 @@ import polarprune
 ROOT = Path(polarprune.__file__).parent
 ORDER = {
     "errors": [],
-    "validation": ["numbers", "arguments", "pruner_state"],
+    "validation": ["numbers", "arguments", "optimizers", "run", "pruner_state"],
     "tracing": ["shape_only", "watched_sizes", "tape", "recorder"],
     "channels": ["labels", "propagation", "rules", "graph", "grouping", "connectivity"],
     "rewriting": [
@@ -184,7 +184,7 @@ def test_no_file_has_more_than_400_lines() -> None:
     assert not long
 
 
-LIMIT = 530
+LIMIT = 520
 
 
 def test_the_door_has_exactly_eight_names() -> None:

@@ -330,7 +330,7 @@ def test_a_model_of_the_latency_is_checked_too(fresh: tuple[pp.Pruner, Any, Any]
         for new in damages(at(own, path)):
             with pytest.raises(pp.PruneError, match=r"^load_state_dict: .*latency"):
                 check_state(changed(own, path, new), own, pruner.graph, 20)
-    with pytest.raises(pp.PruneError, match="has 'latency', which is not known"):
+    with pytest.raises(pp.PruneError, match="has 'latency', which is unknown"):
         pruner.load_state_dict(own)
 
 

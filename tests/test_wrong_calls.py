@@ -378,7 +378,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"macs": None}, "no goal: give a budget"),
     ({"macs": 0.001}, r"budget out of reach: macs=0.001 \(the lowest is"),
     ({"multiple_of": 1000, "macs": 0.5}, r"budget out of reach: macs=0.5 \(the lowest is 1.0"),
-    ({"keep": "*"}, "no prunable channels: every group stays whole .*Print polarprune.trace"),
+    ({"keep": "*"}, "no prunable channels: every group is frozen .*Print polarprune.trace"),
 ]  # fmt: skip
 for settings, said in SETTINGS:
     name = ", ".join(f"{key}={str(value)[:20]}" for key, value in settings.items())
@@ -540,7 +540,7 @@ for numbers in (
 ):  # fmt: skip
     FRESH[f"Schedule: {numbers}"] = (
         lambda w, numbers=numbers: pp.Schedule(**numbers),
-        f"Schedule: {next(iter(numbers))}=.*Give numbers, whole ones as sweeps",
+        f"Schedule: {next(iter(numbers))}=.*Give numbers, integers for sweeps",
     )
 
 # reports
@@ -641,7 +641,7 @@ GATED |= {
     "load_state_dict: no gates": (lambda w: without(w, "alpha"),
                                   OWN.format("the state has no 'alpha'")),
     "load_state_dict: one more": (lambda w: changed(w, more=1),
-                                  OWN.format("the state has 'more', which is not known")),
+                                  OWN.format("the state has 'more', which is unknown")),
     "load_state_dict: a step": (lambda w: changed(w, step="3"), OWN.format("step is '3', not a")),
     "load_state_dict: too late": (lambda w: changed(w, step=7), OWN.format("step is 7, not wi")),
     "load_state_dict: landed": (lambda w: changed(w, landed=True), OWN.format("landed is True at")),
@@ -723,7 +723,7 @@ TRAINED: dict[str, tuple[Call, str]] = {
 BY_HAND: dict[str, tuple[Call, str]] = {
     "compact: no optimizer is known": (
         lambda w: w.pruner.compact(),
-        r"compact: the optimizer is not known, .*give it, as compact\(optimizer=...\). Nothing"),
+        r"compact: the optimizer is unknown, .*Pass it: compact\(optimizer=...\). Nothing"),
     "compact: another optimizer": (
         lambda w: w.pruner.compact(optimizer=SGD(other().parameters(), 0.1)),
         r"compact: 0.weight \(and 9 more\) is in none of the optimizers.*name that too: compact"),
@@ -754,7 +754,7 @@ DAMAGED: dict[str, tuple[Callable[[World], Any], Call, str]] = {
         r"export: the budget is not met: macs 1.000 .*load the pruner's own state too"),
     "export: on meta": (
         lambda w: w.net.to("meta"), lambda w: w.pruner.export(),
-        "export: 0.weight is on the meta device and has no values: build the model anew"),
+        "export: 0.weight is on the meta device and has no values. Build the model again"),
     "export: a layer is another": (
         lambda w: w.net.__setitem__(5, nn.Linear(6, 4)), lambda w: w.pruner.export(),
         r"5.weight: expected shape \[2, 6\], found \[4, 6\]. The graph belongs to another model"),

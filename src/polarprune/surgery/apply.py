@@ -25,7 +25,7 @@ from ..rewriting.resize import resized
 from ..rewriting.stored_graphs import decode, encode
 from ..rewriting.weighted_norms import Fixed, open_encoders, unweigh, weigh, weight_of
 from ..tracing.tape import Op, copy_model, named_tensors
-from ..validation.arguments import check_graph
+from ..validation.run import check_graph
 from .attention import Attention
 from .recipe import (
     OTHER_MODEL,

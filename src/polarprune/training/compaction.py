@@ -20,7 +20,8 @@ from ..errors import PruneError
 from ..gates.gate import Gate
 from ..surgery.proof import prove_cut
 from ..tracing.tape import Example, clear_slots, copy_model, emptied, empty_slots
-from ..validation.arguments import check_unchanged, checked_copies
+from ..validation.optimizers import checked_copies
+from ..validation.run import check_unchanged
 from .rebuild import (
     Rebuild,
     check_can_compact,

@@ -11,7 +11,7 @@ from ..analysis.trace import changed
 from ..channels.graph import Graph, plan_of
 from ..surgery.proof import check_macs, prove_cut
 from ..tracing.tape import Example, emptied
-from ..validation.arguments import check_minimum
+from ..validation.run import check_minimum
 from .compaction import Compaction
 from .rebuild import Rebuild, ungated
 

@@ -22,18 +22,10 @@ from ..report.report import Report
 from ..surgery.apply import warn_of_hooks
 from ..surgery.proof import own_copy
 from ..tracing.tape import Example, emptied
-from ..validation.arguments import (
-    check_done,
-    check_finite,
-    check_gates,
-    check_known,
-    check_optimizers,
-    check_rates,
-    check_schedule,
-    check_settings,
-    check_weights,
-)
+from ..validation.arguments import check_schedule, check_settings
+from ..validation.optimizers import check_gates, check_known, check_optimizers, check_rates
 from ..validation.pruner_state import check_state
+from ..validation.run import check_done, check_finite, check_weights
 from .rebuild import check_held
 from .run import PruningRun
 from .schedule import Schedule

@@ -24,7 +24,8 @@ from ..gates.gate import Gate
 from ..gates.install import install
 from ..surgery.proof import example_for
 from ..tracing.tape import Example
-from ..validation.arguments import check_finite, check_optimizers, check_prunable
+from ..validation.optimizers import check_optimizers
+from ..validation.run import check_finite, check_prunable
 from .compaction import Compaction
 from .export import Exporter
 from .schedule import Schedule

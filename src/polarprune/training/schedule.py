@@ -1,4 +1,4 @@
-"""The few numbers that steer ε and λ over a training run."""
+"""`Schedule`: the numbers that steer ε and the cost over a training run."""
 
 from __future__ import annotations
 
@@ -13,38 +13,74 @@ from ..validation.numbers import is_number
 
 @dataclass(frozen=True)
 class Schedule:
-    """How ε decays and how the cost goes down.
+    """How ε decays, how the cost decreases, and how gates move.
 
-    ε(t) = eps_start · (eps_end / eps_start)^(t / steps): the paper's three recipes all end near
-    5e-8. With a budget, gates are closed from `start` on, each within `window`; the cost goes down
-    along half a cosine and has reached the budget at `done` (fractions of the steps). The rest of
-    the training is left to the weights. With `lam=`, all gates are pulled at all the time.
+    ε(t) = eps_start · (eps_end / eps_start)^(t / steps); the paper's three recipes all end near
+    5e-8. With a budget, the cost follows half a cosine from `start` to `done` and has reached the
+    budget then; the rest of the training is left to the weights. With `lam=`, the proximal step
+    shrinks all gates until the end.
+
+    Args:
+        eps_start: ε at the start.
+        eps_end: ε at the end.
+        start: when gates begin to close, as a fraction of the steps.
+        done: when the budget is met, as a fraction of the steps.
+        window: how long a gate takes to close, as a fraction of the steps.
+        memory: the fraction of the steps over which the worth of a gate is averaged.
+        sweeps: N of Algorithm 1.
+        relaxed: use the ℓ1 norm in the proximal step, as the paper does; otherwise the ℓ0 norm.
+        alpha_start: α at the start.
+        max_shrink: how far α may move in one step, times the number of steps.
+        floor: the smallest |α| of a gate that is not closed; at the end its value is above 0.95.
+        gate_lr: the gates' learning rate, as a fraction of that of the weights.
+        decay: if not 0, ε is multiplied by it every `every` steps, and `eps_end` is not used.
+        every: the number of steps between two such decays.
+        reopens: closed gates may open again by momentum.
+        spares: the proximal step spares the last channels that connect input and output.
+
+    Raises:
+        PruneError: if a number is out of range.
+
+    Example:
+        >>> schedule = Schedule(done=0.4)
+        >>> schedule.deadline(steps=1000)
+        400
+        >>> f"{schedule.eps(step=1000, steps=1000):.0e}"
+        '5e-08'
     """
 
     eps_start: float = 0.1
     eps_end: float = 5e-8
     start: float = 0.0
     done: float = 0.5
-    window: float = 0.02  # so long, as a fraction of the steps, a gate takes to close
-    memory: float = 0.01  # over so many of the last steps what a gate is worth is averaged
-    sweeps: int = 1  # N of Algorithm 1
-    relaxed: bool = True  # ℓ1 in the proximal step, as in the paper; or ℓ0 as it is
+    window: float = 0.02
+    memory: float = 0.01
+    sweeps: int = 1
+    relaxed: bool = True
     alpha_start: float = 1.0
-    max_shrink: float = 10.0  # of α in one step (growth too), times the steps
-    floor: float = 1e-3  # a live |α| is never smaller, so that at the end its gate is above 0.95
-    gate_lr: float = 0.1  # of the weights' rate
-    decay: float = 0.0  # ε is multiplied by it `every` so many steps; 0: as above
+    max_shrink: float = 10.0
+    floor: float = 1e-3
+    gate_lr: float = 0.1
+    decay: float = 0.0
     every: int = 1
-    reopens: bool = False  # closed gates may open again, by momentum
-    spares: bool = True  # the last channels that connect input and output are not pulled at
+    reopens: bool = False
+    spares: bool = True
 
     @classmethod
     def paper(cls, decay: float = 0.96, every: int = 1, **others: Any) -> Schedule:
-        """The proximal step as published, for `lam=`, and nothing else.
+        """Return the schedule of the paper's proximal step, for `lam=`, without any additions.
 
-        ε is multiplied by `decay` every so many steps (an epoch: `every=len(loader)`). No gate is
-        spared, no motion is capped, nothing is rounded to zero, and a closed gate may open again. A
-        network that falls apart is refused at export.
+        No gate is spared, no motion is capped, nothing is rounded to zero, and a closed gate may
+        open again. `export` refuses a network whose input no longer reaches its output.
+
+        Args:
+            decay: the factor of ε.
+            every: the number of steps between two decays; `len(loader)` for one in every epoch.
+            **others: other fields of `Schedule`.
+
+        Example:
+            >>> Schedule.paper(decay=0.96, every=100).eps(step=250, steps=1000)
+            0.09216
         """
         plain = {"max_shrink": math.inf, "floor": 0.0, "reopens": True, "spares": False}
         return cls(**{"decay": decay, "every": every, **plain, **others})
@@ -54,15 +90,16 @@ class Schedule:
         strange = [f"{name}={value!r}" for name, value in given.items() if not _fits(name, value)]
         if strange:
             raise PruneError(
-                f"Schedule: {'; '.join(strange)}. Give numbers, whole ones as "
-                f"{' and '.join(_WHOLE)}, and True or False as {', '.join(_FLAGS)}."
+                f"Schedule: {'; '.join(strange)}. Give numbers, integers for "
+                f"{' and '.join(_INTEGERS)}, and True or False for {', '.join(_FLAGS)}."
             )
+        unlimited = ("max_shrink", math.inf)
         problems = [
             f"{name}={value}"
             for name, value in given.items()
-            if name not in _FLAGS and not (is_number(value) and value >= 0)
-            and (name, value) != ("max_shrink", math.inf)
-        ]  # fmt: skip
+            if name not in _FLAGS and (name, value) != unlimited
+            if not (is_number(value) and value >= 0)
+        ]
         if not 0 < self.eps_end <= self.eps_start:
             problems.append(f"eps_end={self.eps_end} (want 0 < eps_end <= eps_start)")
         if not 0 <= self.start < self.done <= 1:
@@ -74,8 +111,8 @@ class Schedule:
         if problems:
             raise PruneError("Schedule: " + "; ".join(problems) + ". Correct these numbers.")
         for name, value in given.items():
-            if type(value) not in (bool, int, float):  # of numpy: checkpoints hold plain numbers
-                object.__setattr__(self, name, int(value) if name in _WHOLE else float(value))
+            if type(value) not in (bool, int, float):  # checkpoints cannot hold numpy's numbers
+                object.__setattr__(self, name, int(value) if name in _INTEGERS else float(value))
 
     def eps(self, step: int, steps: int) -> float:
         """Return ε after so many steps."""
@@ -86,28 +123,31 @@ class Schedule:
         return self.eps_start * ratio
 
     def begins(self, steps: int) -> int:
+        """Return the step at which gates begin to close."""
         return math.floor(self.start * steps)
 
     def deadline(self, steps: int) -> int:
-        """The step at which the budget is met for good."""
+        """Return the step at which the budget is met for good."""
         return max(1, self.begins(steps) + 1, math.floor(self.done * steps))
 
     def cap(self, steps: int) -> float:
-        """How far α may shrink in one step."""
+        """Return how far α may move in one step."""
         return self.max_shrink / steps
 
     def window_of(self, steps: int) -> int:
-        """How many steps a gate takes to close."""
+        """Return how many steps a gate takes to close."""
         return max(1, round(self.window * steps))
 
     def memory_of(self, steps: int) -> int:
-        """Over how many steps is averaged what a gate is worth: enough, even in a short run."""
+        """Return the number of steps, at least 20, over which worth is averaged."""
         return max(20, round(self.memory * steps))
 
     def path(self, step: float, steps: int) -> float:
-        """The part of the way to the budget that is still to go: 1 at the start, 0 when done."""
+        """Return the part of the way to the budget that remains: 1 at first, 0 when done."""
         begins, last = self.begins(steps), self.deadline(steps)
-        first = begins + min(self.window_of(steps), (last - begins) / 2)  # nothing closes earlier
+        first = begins + min(
+            self.window_of(steps), (last - begins) / 2
+        )  # no gate has closed before
         if step <= first:
             return 1.0
         if step >= last:
@@ -115,13 +155,13 @@ class Schedule:
         return 0.5 * (1 + math.cos(math.pi * (step - first) / (last - first)))
 
 
-_FLAGS, _WHOLE = ("relaxed", "reopens", "spares"), ("sweeps", "every")
+_FLAGS, _INTEGERS = ("relaxed", "reopens", "spares"), ("sweeps", "every")
 _POSITIVE = ("window", "memory", "max_shrink", "sweeps", "every", "alpha_start")
 
 
 def _fits(name: str, value: Any) -> bool:
-    """Is it of the kind that the field is for?"""
+    """Return True if a value has the type of its field."""
     if name in _FLAGS:
         return isinstance(value, bool)
-    kind = Integral if name in _WHOLE else Real
+    kind = Integral if name in _INTEGERS else Real
     return isinstance(value, kind) and not isinstance(value, bool)

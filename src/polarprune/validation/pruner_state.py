@@ -1,7 +1,7 @@
-"""The state of a pruner that is to be resumed, checked as a whole before any of it is applied.
+"""Check the state of a pruner as a whole, before any of it is applied.
 
-What is checked is the form (keys, types, shapes, dtypes), against the state of the pruner that is
-to take it over, and then what the numbers mean: ranges, and how the parts fit each other.
+The form comes first: keys, types, shapes and dtypes must be those of the pruner that loads the
+state. Then the values: ranges, and whether the parts fit each other.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _refuse(part: str, problem: str) -> NoReturn:
 
 
 def _short(value: Any) -> str:
-    """What it is, without pages of numbers."""
+    """Describe a value in a few words."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
     text = repr(value)
@@ -60,19 +60,21 @@ def _check_keys(part: str, state: Mapping[Any, Any], own: Mapping[str, Any]) -> 
         _refuse(part, f"has no {missing[0]!r}")
     unknown = [key for key in state if key not in own]
     if unknown:
-        _refuse(part, f"has {_short(unknown[0])}, which is not known")
+        _refuse(part, f"has {_short(unknown[0])}, which is unknown")
 
 
 def _check_run(state: dict[str, Any], own: dict[str, Any]) -> None:
-    """A run with other settings cannot be resumed with these."""
+    """Require the settings of this pruner."""
     for key in ("settings", "schedule"):
         given = state[key]
         if not isinstance(given, dict):
             _refuse(key, f"is {_short(given)}")
         plain = all(isinstance(value, (bool, Real, str)) for value in given.values())
         if not plain or given != own[key]:
-            theirs, mine = (_apart(one, other) if plain else one
-                            for one, other in ((given, own[key]), (own[key], given)))  # fmt: skip
+            theirs, mine = (
+                _apart(one, other) if plain else one
+                for one, other in ((given, own[key]), (own[key], given))
+            )
             raise PruneError(
                 f"load_state_dict: the state is of a run with {key} {_short(theirs)}, this pruner "
                 f"has {_short(mine)}; build it with the same. Nothing was changed."
@@ -80,12 +82,12 @@ def _check_run(state: dict[str, Any], own: dict[str, Any]) -> None:
 
 
 def _apart(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """What the other has not, or has otherwise."""
+    """Return the entries of `one` that `other` lacks or has with another value."""
     return {key: value for key, value in one.items() if key not in other or other[key] != value}
 
 
 def _check_groups(state: dict[str, Any], own: dict[str, Any]) -> None:
-    """Gates and channels of another model fit no better than those of a damaged file."""
+    """Require the gates and channels of this model."""
     alpha, present = state["alpha"], state["present"]
     if not isinstance(alpha, dict):
         _refuse("alpha", f"is {_short(alpha)}")
@@ -110,7 +112,7 @@ def _refuse_model() -> NoReturn:
 
 
 def _check_form(part: str, value: Any, own: Any) -> None:
-    """The same keys, types, shapes and dtypes; numbers are finite."""
+    """Require the same keys, types, shapes and dtypes, and finite numbers."""
     if isinstance(own, Tensor):
         _check_tensor(part, value, own)
     elif isinstance(own, dict):
@@ -144,7 +146,7 @@ def _check_tensor(part: str, value: Any, own: Tensor) -> None:
 
 
 def _check_numbers(state: dict[str, Any], own: dict[str, Any], deadline: int) -> None:
-    """Ranges, after the form is known to be right."""
+    """Check the ranges of values whose form was checked."""
     steps, step = own["settings"]["steps"], state["step"]
     stepper = state["stepper"]
     if not 0 <= step <= steps:
@@ -157,7 +159,7 @@ def _check_numbers(state: dict[str, Any], own: dict[str, Any], deadline: int) ->
         **{f"stepper[{k!r}]": (stepper[k], _is_not_negative) for k in ("scale", "shrink", "worth")},
         **{f"landing[{k!r}]": (value, _is_not_negative) for k, value in state["landing"].items()},
         **_latency_parts(state.get("latency")),
-    }  # fmt: skip
+    }
     for part, (value, holds) in parts.items():
         if not holds(value):
             _refuse(part, "has values out of range")
@@ -179,14 +181,16 @@ def _latency_parts(
     model = latency["model"]
     return {
         "latency['last']": (latency["last"], _is_positive),
-        **{f"latency['model'][{key!r}]": (model[key], _is_positive)
-           for key in ("whole", "steps", "scale")},
+        **{
+            f"latency['model'][{key!r}]": (model[key], _is_positive)
+            for key in ("whole", "steps", "scale")
+        },
         "latency['model']['coefs']": (model["coefs"], _is_not_negative),
-    }  # fmt: skip
+    }
 
 
 def _check_present(state: dict[str, Any], graph: Graph) -> None:
-    """What was taken out is closed, and what has to stay is there."""
+    """Require that removed channels are closed, and that needed channels are present."""
     present = state["present"].cpu()
     for name, group in graph.prunable.items():
         mine = present[group.offset : group.offset + group.size]
@@ -195,7 +199,7 @@ def _check_present(state: dict[str, Any], graph: Graph) -> None:
         if bool((state["alpha"][name].cpu()[~mine] != 0).any()):
             _refuse(f"alpha of {name}", "is not zero for channels that were removed")
     if not torch.equal(graph.settle(present), present):
-        _refuse("present", "keeps channels that nothing reads any more")
+        _refuse("present", "keeps channels that no layer reads")
 
 
 def _check_history(history: Any, own: dict[str, Any], step: int) -> None:
@@ -215,7 +219,7 @@ def _check_history(history: Any, own: dict[str, Any], step: int) -> None:
 
 
 def _check_entry(part: str, value: Any, own: Any) -> None:
-    """Of a row: a number that is not negative, or a histogram."""
+    """Check an entry of a row: a number from 0 on, or a histogram."""
     if not isinstance(own, list):
         if not _is_number(value) or value < 0:
             _refuse(part, f"is {_short(value)}, not a number from 0 on")

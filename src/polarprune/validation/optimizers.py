@@ -1,0 +1,100 @@
+"""Check optimizers, gates and copies of the model that users pass to a pruner."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..errors import PruneError
+from .numbers import is_number
+
+_REMEDY = "build the optimizer with pruner.param_groups(lr=..., weight_decay=...)"
+
+
+def check_optimizers(given: Iterable[object], where: str = "attach") -> None:
+    """Require optimizers of torch, without wrappers."""
+    for one in given:
+        if not isinstance(one, Optimizer):
+            raise PruneError(
+                f"{where}: {type(one).__name__} is not a torch.optim.Optimizer; "
+                f"{'attach to' if where == 'attach' else 'give'} the raw optimizer inside it."
+            )
+
+
+def check_gates(
+    gates: Mapping[str, nn.Parameter], own: Iterable[Tensor], optimizer: Optimizer
+) -> None:
+    """Require that the optimizer holds the pruner's gates, without weight decay."""
+    if any(alpha is not mine for alpha, mine in zip(gates.values(), own, strict=True)):
+        raise PruneError(
+            "attach: the gates are other tensors than the pruner installed. Load weights before "
+            "the Pruner is built, or without assign=True."
+        )
+    if any(alpha.dtype.itemsize < 4 for alpha in gates.values()):
+        raise PruneError(
+            "attach: the gates are in half precision, which is too coarse for their steps. Convert "
+            "the model before the Pruner is built; its gates then stay in float32."
+        )
+    _check_groups({id(alpha): name for name, alpha in gates.items()}, optimizer)
+
+
+def _check_groups(names: Mapping[int, str], optimizer: Optimizer) -> None:
+    """Look for the gates, whose names are given by id, in the optimizer's parameter groups."""
+    found, mixed = set[int](), False
+    for group in optimizer.param_groups:
+        held = {id(p) for p in group["params"]} & set(names)
+        found |= held
+        mixed = mixed or 0 < len(held) < len(group["params"])
+        if held and group.get("weight_decay", 0) != 0:
+            raise PruneError(
+                f"attach: gates (for one, of {names[min(held)]}) are in a parameter group with "
+                f"weight decay {group['weight_decay']}, which would close them all: {_REMEDY}."
+            )
+    if len(found) < len(names):
+        raise PruneError(f"attach: the optimizer does not hold the gates: {_REMEDY}.")
+    if mixed:
+        warnings.warn(
+            f"attach: gates share a parameter group with weights, and will learn faster than they "
+            f"should; {_REMEDY}.",
+            stacklevel=4,
+        )
+
+
+def check_rates(lr: object, weight_decay: object, others: Iterable[str]) -> None:
+    """Check the arguments of `param_groups`; torch's optimizers accept some wrong ones."""
+    for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+        if value is None and name == "weight_decay":
+            continue
+        number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        if not is_number(number) or number < 0:
+            raise PruneError(f"param_groups: {name}={value!r}; give a finite number from 0 on.")
+    if "params" in others:
+        raise PruneError(
+            "param_groups: params=... is not accepted, because all parameters of the model are "
+            "included. Call requires_grad_(False) on those that should not be trained."
+        )
+
+
+def checked_copies(copies: object) -> list[nn.Module]:
+    """Return the copies of the gated model, from `pruner.copies` or an argument of `compact`."""
+    several = isinstance(copies, Iterable) and not isinstance(copies, nn.Module)
+    found = list(copies) if several and isinstance(copies, Iterable) else [copies]
+    strange = [one for one in found if not isinstance(one, nn.Module)]
+    if strange or not several:
+        raise PruneError(
+            f"compact: {type((strange or found)[0]).__name__} given as copies; give a list of "
+            f"copies of the gated model, as copies=[AveragedModel(model)]. Nothing was changed."
+        )
+    return [one for one in found if isinstance(one, nn.Module)]
+
+
+def check_known(optimizers: Sequence[Optimizer], wanted: bool) -> None:
+    """Require an optimizer for `compact` once the training has begun."""
+    if wanted and not optimizers:
+        raise PruneError(
+            "compact: the optimizer is unknown, and would continue with the state of the old "
+            "shapes. Pass it: compact(optimizer=...). Nothing was changed."
+        )
