@@ -208,8 +208,8 @@ class Pruner(PruningRun):
             PruneError: as `step` does.
 
         Example:
-            >>> cuda_graph.replay()
-            >>> pruner.replayed()
+            >>> cuda_graph.replay()  # doctest: +SKIP
+            >>> pruner.replayed()  # doctest: +SKIP
         """
         self._check_steps_left()
         self._check_gates_if_due()
@@ -240,7 +240,7 @@ class Pruner(PruningRun):
 
         Example:
             >>> pruner.cost()["macs"]
-            192
+            3072
         """
         return self.graph.cost.at(self._widths())
 
@@ -368,6 +368,9 @@ class Pruner(PruningRun):
 
         Load it before the states of the model and the optimizer: after a `compact()` it brings the
         model to the widths that those states have.
+
+        Args:
+            state: what `state_dict` returned in a run with the same model and settings.
 
         Raises:
             PruneError: if the state is damaged, or belongs to another run. Nothing is changed.

@@ -1,0 +1,101 @@
+"""Public names are documented with arguments, errors and an example, and the examples run."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import polarprune as pp
+
+METHODS = {
+    f"{owner.__name__}.{name}": method
+    for owner in (pp.Pruner, pp.Schedule, pp.Gate)
+    for name, method in vars(owner).items()
+    if not name.startswith("_") and (inspect.isfunction(method) or isinstance(method, classmethod))
+    if name not in ("forward", "eps", "begins", "deadline", "cap", "window_of", "memory_of", "path")
+}
+NAMES: dict[str, Any] = {name: getattr(pp, name) for name in pp.__all__} | METHODS
+RAISES_NOTHING = {"PruneError", "Pruner.cost", "Pruner.plan", "Pruner.report", "Gate.values"}
+
+
+def text_of(name: str) -> str:
+    return inspect.getdoc(getattr(NAMES[name], "__func__", NAMES[name])) or ""
+
+
+def parameters(thing: Callable[..., Any]) -> list[str]:
+    if inspect.isclass(thing) and issubclass(thing, Exception):
+        return []
+    given = inspect.signature(getattr(thing, "__func__", thing)).parameters
+    return [name for name in given if name not in ("self", "cls")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_public_name_has_every_section(name: str) -> None:
+    text, given = text_of(name), parameters(NAMES[name])
+    assert text[0].isupper() and text.splitlines()[0].rstrip().endswith((".", ":"))
+    sections = ["Example:"]
+    sections += ["Args:"] if given else []
+    sections += [] if name in RAISES_NOTHING or name.startswith("Schedule.") else ["Raises:"]
+    missing = [section for section in sections if f"\n{section}\n" not in text]
+    assert not missing, f"{name} lacks {missing}"
+    undocumented = [one for one in given if f"{one.lstrip('*')}:" not in text]
+    assert not undocumented, f"{name} does not explain {undocumented}"
+
+
+def trained() -> dict[str, Any]:
+    """Run the example of `Pruner`; return the names that it defines."""
+    scope: dict[str, Any] = {"torch": torch, "pp": pp}
+    torch.manual_seed(0)
+    run("Pruner", scope)
+    return scope
+
+
+def fresh() -> dict[str, Any]:
+    """Return a pruner that is not attached, after a backward pass."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
+    pruner = pp.Pruner(model, torch.randn(16, 8), macs=0.5, steps=10)
+    optimizer = torch.optim.SGD(pruner.param_groups(lr=0.1))
+    model(torch.randn(16, 8)).square().mean().backward()
+    return {"torch": torch, "pp": pp, "model": model, "pruner": pruner, "optimizer": optimizer}
+
+
+def resumed() -> dict[str, Any]:
+    return {**fresh(), "state": fresh()["pruner"].state_dict()}
+
+
+SETUPS = {
+    "Pruner.param_groups": fresh,
+    "Pruner.attach": fresh,
+    "Pruner.step": fresh,
+    "Pruner.load_state_dict": resumed,
+}
+
+
+def run(name: str, scope: dict[str, Any]) -> None:
+    test = doctest.DocTestParser().get_doctest(text_of(name), scope, name, None, None)
+    assert test.examples, f"{name} has no example"
+    test.globs = scope  # keep what the example defines
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    said: list[str] = []
+    runner.run(test, out=said.append, clear_globs=False)
+    assert runner.failures == 0, "".join(said)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_example_of_a_public_name_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if name.startswith("Pruner."):
+        scope = SETUPS.get(name, trained)()
+    else:
+        scope = {"torch": torch, "pp": pp, "Schedule": pp.Schedule, "Gate": pp.Gate}
+        torch.manual_seed(0)
+    run(name, scope)
