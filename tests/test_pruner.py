@@ -452,13 +452,15 @@ def test_where_float32_rounds_too_coarsely_the_proof_is_made_in_float64(monkeypa
 
 def test_a_wrong_cut_is_refused_in_float64_too(monkeypatch) -> None:
     pruner = prune(digits_resnet(8), STEPS, channels=1, size=8, macs=0.5)
-    real = polarprune.training.pruner.shrink
+    real = polarprune.training.export.Rebuild
 
-    def wrong(model: nn.Module, graph: Any, plan: Any) -> nn.Module:
-        name = next(name for name, kept in plan.items() if len(kept) > 1)
-        return real(model, graph, {**plan, name: plan[name][:-1]})
+    def wrong(bare: nn.Module, graph: Any, before: Tensor, after: Tensor) -> Any:
+        group = next(g for g in graph.prunable.values() if g.size > 1)
+        mine = after[group.offset : group.offset + group.size].nonzero().flatten()
+        after = after.index_fill(0, group.offset + mine[-1:], False)
+        return real(bare, graph, before, after)
 
-    monkeypatch.setattr(polarprune.training.pruner, "shrink", wrong)
+    monkeypatch.setattr(polarprune.training.export, "Rebuild", wrong)
     with pytest.raises(pp.PruneError, match="Nothing was exported"):
         pruner.export()
 

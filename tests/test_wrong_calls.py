@@ -368,13 +368,13 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
       for value in (0, -1.0, math.nan, math.inf, "1", True, [1], 10**400)),
     *(({"steps": value}, f"steps={re.escape(repr(value))}: give the number of optimizer steps")
       for value in (0, -3, 2.5, 10.0, "ten", None, True, math.nan, 10**30)),
-    *(({"multiple_of": value}, f"multiple_of={value!r}: must be a positive whole number")
+    *(({"multiple_of": value}, f"multiple_of={value!r}: give a positive integer")
       for value in (0, -8, 1.5, "8", None, True)),
     *(({"schedule": value}, r"schedule=.*: give a polarprune.Schedule\(")
       for value in (None, {"done": 0.4}, pp.Schedule, 0.5)),
     *(({"compact": value}, 'compact=.*: give "auto", or call pruner.compact')
       for value in (True, False, "yes", [])),
-    ({"macs": 0.5, "lam": 1.0}, "conflicting settings: lam=1.0 leaves the ratio open, macs set it"),
+    ({"macs": 0.5, "lam": 1.0}, "conflicting settings: lam=1.0 leaves the ratio open, macs sets it"),
     ({"macs": None}, "no goal: give a budget"),
     ({"macs": 0.001}, r"budget out of reach: macs=0.001 \(the lowest is"),
     ({"multiple_of": 1000, "macs": 0.5}, r"budget out of reach: macs=0.5 \(the lowest is 1.0"),
@@ -593,7 +593,7 @@ GATED: dict[str, tuple[Call, str]] = {
     "attach: of another run": (
         lambda w: w.pruner.attach(SGD(World(w.folder).plain().param_groups(lr=0.1))), NOT_HELD),
     "export: no step": (lambda w: w.pruner.export(),
-                        r"export: the budget is not met yet: .*0 of 6 steps were taken.*Train on"),
+                        r"export: the budget is not met yet: .*0 of 6 steps were taken.*Continue training"),
     "trace: gates are in": (lambda w: pp.trace(w.net, X),
                             "the model has gates already: use the Pruner that put them there"),
     "Pruner: gates are in": (lambda w: w.plain(),
@@ -664,7 +664,7 @@ LAM: dict[str, tuple[Call, str]] = {
     "step: the rate is not known": (
         lambda w: pp.Pruner(make(), X, lam=1.0, steps=6).step(),
         r"step: with lam= the pruner has to know the gates' learning rate: build the optimizer"),
-    "export: lam, no step": (lambda w: w.pruner.export(), "export: 0 of 6 steps were taken. Train"),
+    "export: lam, no step": (lambda w: w.pruner.export(), "export: 0 of 6 steps were taken. Continue"),
 }  # fmt: skip
 
 AUTO: dict[str, tuple[Call, str]] = {
@@ -684,7 +684,7 @@ for name, wrong in {
         r"param_groups: (lr|weight_decay)=.*; give a finite number from 0 on",
     )
 GATED["param_groups: params"] = (
-    lambda w: w.pruner.param_groups(lr=0.1, params=[]), "param_groups: params=...; leave it out",
+    lambda w: w.pruner.param_groups(lr=0.1, params=[]), "param_groups: params=... is not accepted",
 )  # fmt: skip
 FRESH["trace: in inference mode"] = (
     lambda w: torch.inference_mode()(lambda: pp.trace(w.net, X))(),
@@ -692,7 +692,7 @@ FRESH["trace: in inference mode"] = (
 )
 ALL_DONE = r"steps: 6 steps were announced and all are done. Set steps = epochs \* len\(loader\)"
 NO_COPY = (
-    r"compact: one of the copies \({}\) is not a copy of the gated model.*copy the model after"
+    r"compact: one of the copies \({}\) is not a copy of the gated model.*Copy the model after"
 )
 NO_COPIES = "compact: {} given as copies; give a list of copies of the gated model, as copies=\\["
 TRAINED: dict[str, tuple[Call, str]] = {
@@ -723,7 +723,7 @@ TRAINED: dict[str, tuple[Call, str]] = {
 BY_HAND: dict[str, tuple[Call, str]] = {
     "compact: no optimizer is known": (
         lambda w: w.pruner.compact(),
-        r"compact: the optimizer is unknown, .*Pass it: compact\(optimizer=...\). Nothing"),
+        r"compact: the optimizer is unknown, .*Give it: compact\(optimizer=...\). Nothing"),
     "compact: another optimizer": (
         lambda w: w.pruner.compact(optimizer=SGD(other().parameters(), 0.1)),
         r"compact: 0.weight \(and 9 more\) is in none of the optimizers.*name that too: compact"),
@@ -763,7 +763,7 @@ DAMAGED: dict[str, tuple[Callable[[World], Any], Call, str]] = {
         r"5.weight: expected shape \[2, 6\], found missing. The graph belongs to another model"),
     "compact: state of another form": (
         rows, lambda w: w.pruner.compact(),
-        r"compact: SGD keeps rows of shape \[3\] .*Nothing was changed; train on without compact"),
+        r"compact: SGD keeps rows of shape \[3\] .*Nothing was changed; continue training without compact"),
 }  # fmt: skip
 
 STAGES: list[tuple[Callable[[Path], World], dict[str, tuple[Call, str]]]] = [

@@ -218,12 +218,12 @@ def _reform(model: nn.Module, recipe: Recipe, *, from_file: bool = False) -> nn.
         for child in recipe.removed.get(path, []):
             parent, _, name = child.rpartition(".")
             delattr(module.get_submodule(parent), name)
-    _leave_fused_path(model)
+    leave_fused_path(model)
     setattr(model, RECIPE, recipe.to_json())
     return model
 
 
-def _leave_fused_path(model: nn.Module) -> None:
+def leave_fused_path(model: nn.Module) -> None:
     """torch's encoders have one for eval mode, which wants its own modules inside."""
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):

@@ -73,7 +73,8 @@ class Compaction:
         """
         if self._original is not None:
             return self._original
-        return skeleton(ungated(self.model, self.graph) if small is None else small)
+        with emptied(self.slots):  # what the last batch left there cannot be copied
+            return skeleton(ungated(self.model, self.graph) if small is None else small)
 
     def rebuild(self, alive: Tensor) -> Rebuild:
         """Plan how to bring the model to these units."""

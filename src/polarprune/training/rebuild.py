@@ -21,7 +21,7 @@ from ..gates.gate import Gate
 from ..gates.install import insert_gates
 from ..rewriting.forward_weights import without_computed_weights
 from ..rewriting.parametrizations import is_gated
-from ..surgery.apply import cut_copy, plain, selected, write_recipe
+from ..surgery.apply import cut_copy, leave_fused_path, plain, selected, write_recipe
 from ..surgery.recipe import RECIPE, Recipe
 from ..tracing.tape import copy_model, named_tensors
 
@@ -75,6 +75,7 @@ class Rebuild:
         for optimizer in optimizers:
             _drop_parameters(optimizer, {id(tensor) for tensor in held.values()} - remaining)
         _Takeover(self.recipe)(model, new)
+        leave_fused_path(model)
         setattr(model, RECIPE, self.recipe.to_json())
 
     def gated(

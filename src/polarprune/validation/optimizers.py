@@ -96,5 +96,5 @@ def check_known(optimizers: Sequence[Optimizer], wanted: bool) -> None:
     if wanted and not optimizers:
         raise PruneError(
             "compact: the optimizer is unknown, and would continue with the state of the old "
-            "shapes. Pass it: compact(optimizer=...). Nothing was changed."
+            "shapes. Give it: compact(optimizer=...). Nothing was changed."
         )
