@@ -20,9 +20,19 @@ import polarprune
 ROOT = Path(polarprune.__file__).parent
 ORDER = {
     "errors": [],
-    "validation": ["numbers", "arguments", "pruner_state"],
+    "validation": ["numbers", "arguments", "models", "plans", "pruner_state"],
     "tracing": ["shape_only", "watched_sizes", "tape", "recorder"],
-    "channels": ["labels", "propagation", "rules", "graph", "grouping", "connectivity"],
+    "channels": [
+        "labels",
+        "propagation",
+        "rules",
+        "layout",
+        "label_decisions",
+        "group_table",
+        "graph",
+        "grouping",
+        "connectivity",
+    ],
     "rewriting": [
         "size_limits",
         "interpreter",
@@ -39,7 +49,15 @@ ORDER = {
     "surgery": ["attention", "replacement_layers", "recipe", "apply", "other_inputs", "proof"],
     "cost": ["resources", "budget", "timing", "latency", "other_scores"],
     "gates": ["gate", "fused", "install"],
-    "analysis": ["trial_cuts", "inspection", "width_decisions", "trace"],
+    "analysis": [
+        "tape_comparison",
+        "trial_cuts",
+        "inspection",
+        "width_decisions",
+        "repairs",
+        "confirm",
+        "trace",
+    ],
     "report": ["html", "report", "plots"],
     "training": ["proximal", "schedule", "controller", "stepper", "compaction", "pruner"],
     "files": ["untrusted", "model_file", "deployment"],

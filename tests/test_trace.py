@@ -192,7 +192,7 @@ def test_table_names_groups_prices_and_reasons() -> None:
         assert row.count("% ") == (0 if group.frozen else 2)
     assert "mean mixes channels in 2 (nets.py:" in text
     assert "part of the model's output" in text
-    assert "18 channels open, 17 whole" in text
+    assert "18 channels prunable, 17 frozen; " in text
     cost = graph.cost.original()
     assert f"macs: {cost['macs']:,}" in text and f"params: {cost['params']:,}" in text
 
@@ -316,7 +316,7 @@ def test_keep_holds_exactly_what_it_names(patterns: list[str], kept: set[str]) -
     graph = pp.trace(model, inputs, keep=patterns)
     assert set(graph.prunable) == everything - kept
     for name in kept:
-        assert graph.groups[name].reason.startswith("kept whole by keep=")
+        assert graph.groups[name].reason.startswith("kept by keep=")
 
 
 def test_keep_of_everything_leaves_the_model_as_it_is() -> None:
