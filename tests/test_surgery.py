@@ -372,7 +372,7 @@ def net() -> tuple[nn.Module, Graph]:
     [
         (
             {"nowhere": [0]},
-            "plan: unknown or frozen group 'nowhere'. Prunable groups: 0.0, 1.conv1",
+            "plan: unknown or frozen group 'nowhere'. Use prunable groups: 0.0, 1.conv1",
         ),
         ({"4.2": [0]}, "plan: unknown or frozen group '4.2'"),  # the output
         ({"1.conv1": [0, 6]}, "plan: group '1.conv1' has 6 channels; use indices from 0 to 5"),

@@ -121,11 +121,13 @@ def _freeze_passing(inspection: Inspection, graph: Graph, found: Mismatch) -> Gr
 
 
 def _does_not_adapt(found: Mismatch) -> str:
-    """Return the reason of groups that code with fixed sizes freezes."""
-    return (
-        f"the model's code does not adapt to fewer channels: {found}; take sizes from x.shape "
-        f"in that code, not from constants"
+    """Return the reason of groups that such code freezes, with what the user can do."""
+    remedy = (
+        "make that line work with any number of channels"
+        if found.op
+        else "make the code work with any number of channels, or correct the rule if you gave one"
     )
+    return f"the model's code does not adapt to fewer channels: {found}; {remedy}"
 
 
 def _passing(

@@ -23,8 +23,8 @@ def checked_plan(plan: object, sizes: Mapping[str, int]) -> dict[str, list[int]]
     """
     if not isinstance(plan, Mapping):
         raise PruneError(
-            f"plan: expected a dict from group names to lists of channels, got "
-            f"{type(plan).__name__}. Example: {{'layer1': [0, 2, 5]}}."
+            f"plan: got {type(plan).__name__}, expected a dict; use group names and the channels "
+            f"to keep, such as {{'layer1': [0, 2, 5]}}."
         )
     return {name: _channels(name, given, sizes) for name, given in plan.items()}
 
@@ -33,7 +33,7 @@ def _channels(name: str, given: object, sizes: Mapping[str, int]) -> list[int]:
     """Return the channels to keep of one group."""
     if name not in sizes:
         raise PruneError(
-            f"plan: unknown or frozen group {name!r}. Prunable groups: {', '.join(sizes)}."
+            f"plan: unknown or frozen group {name!r}. Use prunable groups: {', '.join(sizes)}."
         )
     kept = _integers(name, given)
     if not all(0 <= index < sizes[name] for index in kept):
@@ -50,13 +50,13 @@ def _integers(name: str, given: object) -> list[int]:
     kept = tolist() if callable(tolist) else given
     if not isinstance(kept, Iterable) or isinstance(kept, str):
         raise PruneError(
-            f"plan: group {name!r} expects a list of the channels to keep, such as [0, 2, 5]; "
-            f"got {given!r}."
+            f"plan: group {name!r} got {given!r}; use a list of the channels to keep, such as "
+            f"[0, 2, 5]."
         )
     found = list(kept)
     if not all(isinstance(index, Integral) and not isinstance(index, bool) for index in found):
         raise PruneError(
-            f"plan: group {name!r} expects the indices of the channels to keep, such as "
-            f"[0, 2, 5]; got {str(found[:3])[1:-1]}, …. For a mask, pass mask.nonzero().flatten()."
+            f"plan: group {name!r} got {str(found[:3])[1:-1]}, …; use the indices of the channels "
+            f"to keep, such as [0, 2, 5] (for a mask: mask.nonzero().flatten())."
         )
     return [int(index) for index in found]
