@@ -27,6 +27,7 @@ ORDER = {
         "propagation",
         "rules",
         "layout",
+        "layout_builder",
         "label_decisions",
         "group_table",
         "graph",

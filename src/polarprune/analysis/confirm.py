@@ -2,7 +2,7 @@
 
 The steps, each until trial cuts show no mismatch:
 
-1. Code that turns a number of channels into a value is captured, or its channels freeze.
+1. Code that selects channels by position (`x[:, :8]`) is captured, or its channels freeze.
 2. Code that does not adapt to fewer channels is repaired (`repairs.py`), or its channels freeze.
 3. Code that branches on a number of channels is captured, or these channels freeze.
 4. Groups are closed entirely; where the model does not run then, they keep a channel.
@@ -54,12 +54,13 @@ def _freeze(inspection: Inspection, names: Iterable[str], why: str) -> Graph:
     return inspection.inspect()
 
 
-# --- 1. code that counts channels -----------------------------------------------------------------
+# --- 1. code that selects channels by position ----------------------------------------------------
 
 
 def _capture_channel_counts(inspection: Inspection, graph: Graph) -> Graph:
-    """Capture code that counts channels, or freeze these: a trial cut proves nothing here.
+    """Capture code that selects channels by position (slices, splits, pads), or freeze these.
 
+    A trial cut proves nothing here: positions beyond the end of a cut axis are no error in torch.
     `nn.MultiheadAttention` needs neither, as a cut replaces it by a layer of this library.
     """
     replaced = {
@@ -72,8 +73,8 @@ def _capture_channel_counts(inspection: Inspection, graph: Graph) -> Graph:
     for op, units in graph.layout.channel_counts.items():
         if op.module not in inspection.rewritten and op.module not in replaced:
             why = (
-                f"the code computes a value from the number of channels in {op.where}, and this "
-                f"forward cannot be captured; use a constant or a parameter there"
+                f"{op.name} selects channels by position in {op.where}"
+                f"{inspection.refusal(op.module)}; use separate layers, or equal parts (chunk)"
             )
             for unit in set(units.flatten().tolist()) - {FROZEN}:
                 inspection.frozen[owners[unit]] = why
@@ -117,17 +118,23 @@ def _freeze_passing(inspection: Inspection, graph: Graph, found: Mismatch) -> Gr
     )
     if not names:
         return None
-    return _freeze(inspection, names, _does_not_adapt(found))
+    return _freeze(inspection, names, _does_not_adapt(inspection, found))
 
 
-def _does_not_adapt(found: Mismatch) -> str:
+def _does_not_adapt(inspection: Inspection, found: Mismatch) -> str:
     """Return the reason of groups that such code freezes, with what the user can do."""
     remedy = (
         "make that line work with any number of channels"
         if found.op
         else "make the code work with any number of channels, or correct the rule if you gave one"
     )
-    return f"the model's code does not adapt to fewer channels: {found}; {remedy}"
+    where = f"{found}{_refusal(inspection, found)}"
+    return f"the model's code does not adapt to fewer channels: {where}; {remedy}"
+
+
+def _refusal(inspection: Inspection, found: Mismatch) -> str:
+    """Return that the module of a mismatch cannot be rewritten, if that is so."""
+    return inspection.refusal(found.op.module) if found.op else ""
 
 
 def _passing(
@@ -162,7 +169,7 @@ def _freeze_one_by_one(inspection: Inspection, graph: Graph, trial: TrialCuts) -
     for name in graph.prunable:
         alone = trial.mismatch(graph, {name: plan[name]}, compare_outputs=True)
         if alone:
-            inspection.frozen[name] = _does_not_adapt(alone)
+            inspection.frozen[name] = _does_not_adapt(inspection, alone)
     graph = inspection.inspect()
     if not graph.prunable:
         return graph
@@ -195,8 +202,8 @@ def _confirm_decisions(inspection: Inspection, graph: Graph, trial: TrialCuts) -
         new = with_captured_class(inspection, graph, found.module)
         if new is None:
             why = (
-                f"the code decides by the number of channels in {found.where}, and this forward "
-                f"cannot be captured; decide by an attribute set in __init__"
+                f"the code decides by the number of channels in {found.where}"
+                f"{inspection.refusal(found.module)}; decide by an attribute set in __init__"
             )
             new = _freeze(inspection, reader.groups(found), why)
         graph = _confirm_cuts(inspection, new, trial)
@@ -227,8 +234,7 @@ def _confirm_closing(
         graph = _keep_one_channel(inspection, graph, found)
         if len(inspection.must_keep) == before:
             why = (
-                f"keeps at least 1 channel: with all groups closed that can close, a trial cut "
-                f"fails: {found}"
+                f"keeps at least 1 channel, as a trial cut that closes whole groups fails: {found}"
             )
             for name in graph.prunable:
                 inspection.must_keep.setdefault(name, why)
@@ -237,6 +243,7 @@ def _confirm_closing(
 
 
 def _closing_mismatch(graph: Graph, trial: TrialCuts, compare_outputs: bool) -> Mismatch | None:
+    """Close every group without a minimum in a copy; return the first mismatch, or None."""
     if not graph.prunable:
         return None
     return trial.mismatch(graph, closing_plan(graph), compare_outputs=compare_outputs)
@@ -261,6 +268,7 @@ def _keep_one_channel(inspection: Inspection, graph: Graph, found: Mismatch) -> 
     """Let the groups that pass the line of the mismatch keep a channel."""
     names = _passing(inspection, graph, found)
     closable = [name for name in names if not graph.groups[name].minimum]
-    why = f"keeps at least 1 channel, as the model's code needs one: {found}"
+    refusal = _refusal(inspection, found)
+    why = f"keeps at least 1 channel, as the model's code needs one: {found}{refusal}"
     inspection.must_keep.update(dict.fromkeys(closable, why))
     return graph.with_minimum(dict.fromkeys(closable, 1))

@@ -180,6 +180,10 @@ class Inspection:
         of_torch = type(self.modules[path]).__module__.startswith("torch.nn.")
         return not of_torch and path not in self.rewritten and path not in self._not_capturable
 
+    def refusal(self, path: str) -> str:
+        """Return that a module cannot be rewritten, as the end of a clause; empty if it can."""
+        return " (its forward cannot be rewritten)" if path in self._not_capturable else ""
+
     def set_rewritten(self, rewritten: dict[str, CapturedForward]) -> None:
         """Use these captured forwards; the model has to be traced again."""
         self.rewritten, self._tapes = rewritten, ()

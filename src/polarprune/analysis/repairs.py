@@ -112,6 +112,7 @@ def _distinct_widths(graph: Graph, path: str, size: int) -> list[tuple[Location,
 
 
 def _first_difference(mine: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """Return the index at which two tuples differ first."""
     return next(k for k, (a, b) in enumerate(zip(mine, other, strict=True)) if a != b)
 
 

@@ -95,7 +95,7 @@ class TapeComparison:
         return None
 
     def _operations(self) -> tuple[list[tuple[int, Op]], list[tuple[int, Op]]]:
-        """Return the operations of both runs that are compared, with their numbers."""
+        """Return the compared operations of the original and of the cut model."""
         return _compared(self.before, self.skipped), _compared(self.after, self.skipped)
 
     def unmatched_end(self) -> Mismatch | None:
@@ -189,6 +189,7 @@ def replaced_modules(recipe: Recipe) -> Skipped:
 
 
 def _compared(tape: Tape, skipped: Skipped) -> list[tuple[int, Op]]:
+    """Return the operations of a run that are compared, with their numbers."""
     return [
         (k, op)
         for k, op in enumerate(tape.ops)
@@ -219,16 +220,19 @@ def _plain_arguments(op: Op) -> dict[str, object]:
 
 @cache
 def _argument_names(func: torch._ops.OpOverload) -> list[str]:
+    """Return the names of an operation's arguments. Reading a schema is slow, hence the cache."""
     return [argument.name for argument in func._schema.arguments]
 
 
 def _holds_tensors(value: object) -> bool:
+    """Return True for a traced tensor, or a list that holds one."""
     if isinstance(value, (list, tuple)):
         return any(_holds_tensors(item) for item in value)
     return isinstance(value, Value)
 
 
 def _same_constant(a: Tensor | None, b: Tensor | None) -> bool:
+    """Compare two constants; None stands for contents that were not recorded."""
     return a is None or b is None or (a.shape == b.shape and bool(torch.equal(a, b)))
 
 

@@ -99,11 +99,7 @@ def survey(
     names = computed(model) + [f"{path}.{one.leaf}" for path, one in forward_weights.items()]
     model = without_computed_weights(model, forward_weights)
     inspection = Inspection(model, example, patterns, {**RULES, **own}, norms)
-    with remembering(), _without_old_garbage():
-        graph = confirm(inspection, compare_outputs)
-        closable = [name for name, group in graph.prunable.items() if not group.minimum]
-        with on_host():
-            add_extras(model, graph, dropped_with(model, graph, closable))
+    graph = _confirmed(inspection, compare_outputs)
     held = {path: fixed_values(model.get_submodule(path)) for path in graph.rewritten}
     return replace(
         graph,
@@ -113,6 +109,17 @@ def survey(
         notes=(*graph.notes, *remarks),
         with_norms=inspection.more_with_norms(graph),
     )
+
+
+def _confirmed(inspection: Inspection, compare_outputs: bool) -> Graph:
+    """Return the confirmed graph; its cost knows the tensors that go with closed groups."""
+    model = inspection.model
+    with remembering(), _without_old_garbage():
+        graph = confirm(inspection, compare_outputs)
+        closable = [name for name, group in graph.prunable.items() if not group.minimum]
+        with on_host():
+            add_extras(model, graph, dropped_with(model, graph, closable))
+    return graph
 
 
 def _check_inputs(model: nn.Module, example: Example) -> None:

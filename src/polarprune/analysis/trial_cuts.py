@@ -54,6 +54,7 @@ class TrialCuts:
         return self._compare_outputs(graph, plan, recipe, found)
 
     def _is_meta(self) -> bool:
+        """Return True for a model on the meta device, whose outputs have no values."""
         return any(parameter.is_meta for parameter in self.model.parameters())
 
     def _compare_runs(
@@ -78,6 +79,7 @@ class TrialCuts:
     def _run(
         self, small: nn.Module, before: Tape, *, training: bool
     ) -> tuple[Tape, Exception | None]:
+        """Trace the cut model in one mode; return the tape and the error that stopped it."""
         return attempt(small, self.example, training=training, computed=before.computed, brief=True)
 
     def _compare_outputs(

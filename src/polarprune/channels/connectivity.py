@@ -99,6 +99,7 @@ class _Carriers:
         self.known: dict[int, list[str]] = {}
 
     def __call__(self, value: Value) -> list[str]:
+        """Return the groups with channels in a tensor."""
         layers = self.graph.values.get(value, [])
         if len(layers) == 1:
             return self._in_layer(layers[0])

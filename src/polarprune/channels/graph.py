@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -99,7 +99,7 @@ class Rewrites:
     weighted: dict[str, CapturedForward] = field(default_factory=dict)
     computed: list[str] = field(default_factory=list)
     forward_weights: dict[str, ForwardWeight] = field(default_factory=dict)
-    held: dict[str, dict[str, Any]] = field(default_factory=dict)
+    held: dict[str, dict[str, object]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,15 +162,14 @@ class Graph:
     def outline(self) -> Graph:
         """Return a graph with one unit for each group, to ask which groups close entirely."""
         names = list(self.prunable)
-        numbers = [number for number, name in enumerate(names) for _ in self._units_of(name)]
+        numbers = [
+            number for number, group in enumerate(self.prunable.values()) for _ in range(group.size)
+        ]
         owners = torch.tensor([*numbers, FROZEN], device="cpu")
         axes, contractions = self.layout.merged(owners)
         groups = {k: replace(self.groups[k], size=1, offset=n) for n, k in enumerate(names)}
         layout = replace(self.layout, axes=axes, contractions=contractions)
         return replace(self, groups=groups, layout=layout)
-
-    def _units_of(self, name: str) -> range:
-        return range(self.groups[name].size)
 
     # --- from plans to units ---
 

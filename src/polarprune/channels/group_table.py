@@ -29,6 +29,7 @@ def state_of(group: Group) -> str:
 
 
 def _row(group: Group, price: tuple[float, float] | None) -> tuple[str, ...]:
+    """Return the cells of a group. A frozen group has no price."""
     macs, params = (f"{share:.3%}" for share in price) if price else ("", "")
     others = [maker for maker in group.producers if maker != group.name]
     makers, readers = _first_of(others), _first_of(group.consumers)
@@ -55,6 +56,7 @@ def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def _summary(graph: Graph) -> str:
+    """Return how many channels are prunable and frozen, and what the whole network costs."""
     frozen = sum(group.size for group in graph.groups.values() if group.frozen)
     total = graph.resources.original() if graph.resources else {}
     costs = ", ".join(f"{key}: {value:,.0f}" for key, value in total.items())

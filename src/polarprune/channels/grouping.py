@@ -24,11 +24,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..tracing.tape import Op, Tape, Value
+from ..tracing.tape import Tape
 from .graph import Graph, Group, module_of
 from .labels import Axis, Labels
-from .layout import FROZEN, AxisUnits, Layout, has_prunable, varies
-from .propagation import AtLeast, Contraction, Flow, Statistic
+from .layout import FROZEN
+from .layout_builder import build_layout
+from .propagation import AtLeast, Flow
 
 
 def build(tapes: Sequence[Tape], flow: Flow, frozen: Mapping[str, str]) -> Graph:
@@ -47,7 +48,8 @@ def build(tapes: Sequence[Tape], flow: Flow, frozen: Mapping[str, str]) -> Graph
     uneven = _uneven_groups(flow, formed)
     if uneven:
         return build(tapes, flow, {**frozen, **uneven})
-    graph = Graph(formed.groups, _layout(tapes, flow, formed), unknown=dict(flow.unknown))
+    layout = build_layout(tapes, flow, formed.unit_of, formed.consumed)
+    graph = Graph(formed.groups, layout, unknown=dict(flow.unknown))
     return _with_required_channels(graph, flow.at_least, formed.unit_of)
 
 
@@ -95,6 +97,7 @@ class _Roles:
         return [self._owner(axis) for axis, _ in family.occurrences if axis in self.consumed]
 
     def _owner(self, axis: int) -> str:
+        """Return the module of an axis; the name of the tensor if the root module owns it."""
         return module_of(self.axes[axis].tensor) or self.axes[axis].tensor
 
 
@@ -213,10 +216,12 @@ def _where_lists_change(elements: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _consumed_axes(flow: Flow) -> set[int]:
+    """Return the numbers of the axes at which contractions read channels."""
     return _axes_with(flow.labels, [site for item in flow.contractions for site in item.sites])
 
 
 def _produced_axes(flow: Flow) -> set[int]:
+    """Return the numbers of the axes from which channels of contractions and embeddings come."""
     made = [vector for item in flow.contractions for vector in item.makes]
     return _axes_with(flow.labels, [*made, *flow.looked_up])
 
@@ -272,87 +277,6 @@ def _unequal_counts(units: Tensor, owner: Tensor, groups: int) -> list[int]:
     high = none.scatter_reduce(0, owner, counts, "amax", include_self=False)
     numbers: list[int] = (low != high).nonzero().flatten().tolist()
     return numbers
-
-
-# --- labels to units everywhere -------------------------------------------------------------------
-
-
-class _UnitTensors:
-    """Turns tensors of labels into tensors of units. Equal results are one object."""
-
-    def __init__(self, unit_of: Tensor) -> None:
-        self.unit_of = unit_of
-        self._same: dict[tuple[torch.Size, bytes], Tensor] = {}
-        self._layers: dict[int, Tensor] = {}
-
-    def of_axis(self, axis: Axis) -> Tensor:
-        return self._shared(self.unit_of[axis.start : axis.start + axis.size])
-
-    def of(self, labels: Tensor) -> Tensor:
-        return self._shared(self.unit_of[labels])
-
-    def of_layer(self, layer: Tensor) -> Tensor:
-        """Convert a layer. Many traced tensors share one, so it is converted once."""
-        if id(layer) not in self._layers:
-            self._layers[id(layer)] = self.of(layer)
-        return self._layers[id(layer)]
-
-    def _shared(self, units: Tensor) -> Tensor:
-        return self._same.setdefault((units.shape, units.numpy().tobytes()), units)
-
-
-def _layout(tapes: Sequence[Tape], flow: Flow, formed: _Formed) -> Layout:
-    """Write down where units occur."""
-    units = _UnitTensors(formed.unit_of)
-    every = dict(enumerate(flow.labels.axes))
-    return Layout(
-        axes=_axis_units(every, units),
-        sites=_axis_units({k: axis for k, axis in every.items() if k in formed.consumed}, units),
-        contractions=[_in_units(item, units) for item in flow.contractions],
-        shapes=_shapes(tapes),
-        values={
-            value: [units.of_layer(layer) for layer in layers]
-            for value, layers in flow._layers.items()
-        },
-        tapes=tuple(tapes),
-        fillings=frozenset(flow._uniform),
-        channel_counts=_channel_counts(flow, formed.unit_of),
-        statistics=_statistics(flow, formed.unit_of),
-    )
-
-
-def _axis_units(axes: Mapping[int, Axis], units: _UnitTensors) -> AxisUnits:
-    """Return the units along those axes that have prunable ones."""
-    found: AxisUnits = {}
-    for axis in axes.values():
-        mine = units.of_axis(axis)
-        if has_prunable(mine):
-            found.setdefault(axis.tensor, {})[axis.axis] = mine
-    return found
-
-
-def _in_units(item: Contraction, units: _UnitTensors) -> Contraction:
-    parts = (item.factors, item.sites, item.makes)
-    return Contraction(item.op, *([units.of(vector) for vector in part] for part in parts))
-
-
-def _shapes(tapes: Sequence[Tape]) -> dict[str, tuple[int, ...]]:
-    values: Iterator[Value] = (v for tape in tapes for op in tape.ops for v in op.inputs())
-    return {value.name: value.shape for value in values if value.name}
-
-
-def _channel_counts(flow: Flow, unit_of: Tensor) -> dict[Op, Tensor]:
-    found = {}
-    for op, layer, axis in flow.channel_counts:
-        units = unit_of[layer]
-        if has_prunable(units) and varies(units, axis):
-            found[op] = units
-    return found
-
-
-def _statistics(flow: Flow, unit_of: Tensor) -> tuple[Statistic, ...]:
-    found = [Statistic(item.op, unit_of[item.layer]) for item in flow.statistics]
-    return tuple(item for item in found if has_prunable(item.layer))
 
 
 # --- operations that need several channels --------------------------------------------------------

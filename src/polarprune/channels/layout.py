@@ -54,7 +54,8 @@ class Layout:
         values: The layers of every traced tensor.
         tapes: The traced runs: eval mode first, then train mode if that runs.
         fillings: Tensors of zeros, ones or noise, which fit any width.
-        channel_counts: Operations that turn a number of channels into a value, and their units.
+        channel_counts: Operations with arguments that count channels, as in `x[:, :8]`, and the
+            units of their input.
         statistics: Means over prunable channels, which weighted norms must replace.
     """
 
@@ -103,6 +104,7 @@ class Layout:
         ]
 
     def _is_prunable(self, value: Value, axis: int) -> bool:
+        """Return True if a tensor has prunable units that vary along an axis."""
         return any(
             units.shape[axis] > 1 and has_prunable(units) for units in self.values.get(value, [])
         )
