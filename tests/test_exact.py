@@ -497,7 +497,7 @@ def test_only_outputs_and_listed_groups_stay_whole(name: str) -> None:
     others = {group: reason for group, reason in whole.items() if group not in listed}
     assert set(others.values()) == {OUTPUT}
     assert all(listed[group] in whole[group] for group in listed)
-    assert graph.notes == []
+    assert not graph.notes
     assert graph.unknown == {}
     share = len(graph.prunable) / len(graph.groups)
     assert (share == 0) == (name in REFUSED)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import polarprune as pp
 from conftest import cut_error
-from polarprune.analysis.trace import trial_plan
+from polarprune.analysis.trial_cuts import trial_plan
 
 
 class UnreadGru(nn.Module):

@@ -434,12 +434,12 @@ def test_pythons_dice_are_put_back_and_not_written_down() -> None:
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        ({"a": [True] * 16}, "give the indices of the channels"),
+        ({"a": [True] * 16}, "use the indices of the channels to keep"),
         ({"a": torch.ones(16).bool()}, "mask.nonzero"),
-        ({"a": [0.5, 1.7]}, "give the indices"),
-        ({"a": 8}, "where a list is wanted"),
-        (None, "where a dict of lists is wanted"),
-        ([0, 1], "where a dict of lists is wanted"),
+        ({"a": [0.5, 1.7]}, "use the indices"),
+        ({"a": 8}, "use a list of the channels"),
+        (None, "expected a dict; use group names"),
+        ([0, 1], "expected a dict; use group names"),
     ],
 )
 def test_a_plan_that_is_none_is_refused(plan: Any, said: str) -> None:

@@ -234,7 +234,7 @@ class Mixed(nn.Module):
 def test_tables_that_are_computed_for_every_head_go_with_it() -> None:
     whole = {
         "stem": "layer norm mixes channels",
-        "speeds": "a place within a unit that goes as a whole",
+        "speeds": "a position inside a unit, such as a head, that is pruned as a whole",
         "head": OUTPUT,
     }
     done = cut(Mixed(), (torch.randn(2, 6, 5).double(),), {"layers.0.qkv": 4}, whole)

@@ -370,10 +370,13 @@ def net() -> tuple[nn.Module, Graph]:
 @pytest.mark.parametrize(
     ("plan", "wording"),
     [
-        ({"nowhere": [0]}, "plan: there is no open group 'nowhere'. Open groups: 0.0, 1.conv1"),
-        ({"4.2": [0]}, "plan: there is no open group '4.2'"),  # the output
-        ({"1.conv1": [0, 6]}, "plan: group '1.conv1' has channels 0 to 5 only"),
-        ({"1.conv1": [-1]}, "plan: group '1.conv1' has channels 0 to 5 only"),
+        (
+            {"nowhere": [0]},
+            "plan: unknown or frozen group 'nowhere'. Use prunable groups: 0.0, 1.conv1",
+        ),
+        ({"4.2": [0]}, "plan: unknown or frozen group '4.2'"),  # the output
+        ({"1.conv1": [0, 6]}, "plan: group '1.conv1' has 6 channels; use indices from 0 to 5"),
+        ({"1.conv1": [-1]}, "plan: group '1.conv1' has 6 channels; use indices from 0 to 5"),
         ({"0.0": []}, "0.0: the plan keeps 0 channels, but at least 1 must stay"),
         ({"2.conv2": [], "1.conv1": []}, "2.conv2: the plan keeps 0 channels"),
     ],

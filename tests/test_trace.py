@@ -1,10 +1,12 @@
-"""`trace` looks and changes nothing; what it says about groups, costs and reasons is true."""
+"""`trace` changes nothing, and what it reports about groups, costs and reasons is true."""
 
 from __future__ import annotations
 
 import copy
+import doctest
 import inspect
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -192,7 +194,7 @@ def test_table_names_groups_prices_and_reasons() -> None:
         assert row.count("% ") == (0 if group.frozen else 2)
     assert "mean mixes channels in 2 (nets.py:" in text
     assert "part of the model's output" in text
-    assert "18 channels open, 17 whole" in text
+    assert "18 channels prunable, 17 frozen; " in text
     cost = graph.cost.original()
     assert f"macs: {cost['macs']:,}" in text and f"params: {cost['params']:,}" in text
 
@@ -207,6 +209,26 @@ def test_prices_in_the_table_are_what_a_channel_saves() -> None:
     assert fraction(row[2]) == pytest.approx(1 - less["macs"] / whole["macs"], abs=1e-5)
     assert fraction(row[3]) == pytest.approx(1 - less["params"] / whole["params"], abs=1e-5)
     assert head[2:4] == ["MACs", "params"]
+
+
+@pytest.mark.parametrize(
+    ("name", "states"),
+    [
+        ("residual_projection", {"0.0": "prunable, at least 1 stays", "1.conv1": "prunable"}),
+        ("outputs_tuple", {"boxes": "frozen: part of the model's output"}),
+    ],
+)
+def test_state_of_a_group_is_prunable_or_frozen(name: str, states: dict[str, str]) -> None:
+    graph = pp.trace(*NETS[name]())
+    rows = {row.split()[0]: row for row in str(graph).splitlines() if row.strip()}
+    for group, state in states.items():
+        assert rows[group].endswith(f"  {state}")
+        assert str(graph.groups[group]).endswith(f"channels, {state}")
+
+
+def test_example_in_the_docstring_of_trace_runs() -> None:
+    done = doctest.testmod(sys.modules["polarprune.analysis.trace"])
+    assert done.attempted >= 6 and not done.failed
 
 
 # --------------------------------------------------------------------------------------------------
@@ -310,13 +332,14 @@ def test_cost_of_a_small_net_is_the_one_worked_out_by_hand() -> None:
         ([], set()),
     ],
 )
-def test_keep_holds_exactly_what_it_names(patterns: list[str], kept: set[str]) -> None:
+def test_keep_freezes_exactly_what_it_names(patterns: list[str], kept: set[str]) -> None:
     model, inputs = NETS["residual_projection"]()
     everything = set(pp.trace(model, inputs).prunable)
     graph = pp.trace(model, inputs, keep=patterns)
     assert set(graph.prunable) == everything - kept
     for name in kept:
-        assert graph.groups[name].reason.startswith("kept whole by keep=")
+        assert graph.groups[name].reason.startswith("kept by keep=")
+        assert "remove this pattern" in graph.groups[name].reason
 
 
 def test_keep_of_everything_leaves_the_model_as_it_is() -> None:
@@ -368,7 +391,7 @@ def test_unknown_operation_freezes_what_it_touches_and_says_so() -> None:
     assert set(graph.prunable) == {"2.0"}
 
 
-def test_rule_of_the_user_opens_an_unknown_operation() -> None:
+def test_rule_of_the_user_makes_channels_of_an_unknown_operation_prunable() -> None:
     model, inputs = around(Apply(call_mystery)).eval(), images(2, 3, 8, 8)
     rules = {torch.ops.polarprune_test.mystery.default: pointwise}
     graph = pp.trace(model, inputs, rules=rules)
@@ -407,7 +430,7 @@ def test_wrong_rule_of_the_user_is_found_out() -> None:
     ],
     ids=["softmax", "norm", "mean", "cumsum", "group norm", "layer norm", "index", "index add"],
 )
-def test_mixed_channels_stay_whole_with_the_reason(middle: nn.Module, reason: str) -> None:
+def test_mixed_channels_are_frozen_with_the_reason(middle: nn.Module, reason: str) -> None:
     graph = pp.trace(around(middle).eval(), images(2, 3, 8, 8))
     assert graph.groups["0.0"].frozen
     assert reason in graph.groups["0.0"].reason
@@ -420,12 +443,41 @@ def test_mixed_channels_stay_whole_with_the_reason(middle: nn.Module, reason: st
     [Apply(lambda x: x.softmax(-1)), nn.LayerNorm([8]), Apply(lambda x: x.cumsum(2))],
     ids=["softmax over columns", "layer norm over columns", "cumsum over rows"],
 )
-def test_reduction_over_other_axes_leaves_channels_open(middle: nn.Module) -> None:
+def test_reduction_over_other_axes_leaves_channels_prunable(middle: nn.Module) -> None:
     graph = pp.trace(around(middle).eval(), images(2, 3, 8, 8))
     assert set(graph.prunable) == {"0.0", "2.0"}
 
 
-def test_output_stays_whole() -> None:
+def fixed_view(x: Tensor) -> Tensor:
+    with torch.enable_grad():  # no graph can hold this
+        return x.view(x.shape[0], 8, -1, x.shape[3]).relu()
+
+
+def fixed_slice(x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        return torch.cat([x[:, 3:], x[:, :3]], 1)
+
+
+@pytest.mark.parametrize(
+    ("code", "fact", "remedy"),
+    [
+        (fixed_view, "the model's code does not adapt to fewer channels: ",
+         "make that line work with any number of channels"),
+        (fixed_slice, "slice selects channels by position in ",
+         "use separate layers, or equal parts (chunk)"),
+    ],
+)  # fmt: skip
+def test_reason_of_code_with_fixed_sizes_names_module_line_and_remedy(
+    code: Any, fact: str, remedy: str
+) -> None:
+    graph = pp.trace(around(Apply(code)).eval(), images(2, 3, 8, 8))
+    line = inspect.getsourcelines(code)[1] + 2
+    reason = graph.groups["0.0"].reason
+    assert reason.startswith(fact) and reason.endswith(f"; {remedy}")
+    assert f"in 1 (test_trace.py:{line}) (its forward cannot be rewritten); " in reason
+
+
+def test_output_is_frozen() -> None:
     graph = pp.trace(*NETS["outputs_tuple"]())
     whole = {group.name: group.reason for group in graph.groups.values() if group.frozen}
     assert whole == dict.fromkeys(("logits.2", "boxes"), "part of the model's output")
@@ -472,7 +524,7 @@ def test_channels_of_the_input_belong_to_no_group() -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# the spine
+# groups that must keep a channel
 
 
 def minima(graph: Graph) -> dict[str, int]:

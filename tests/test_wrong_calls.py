@@ -386,18 +386,30 @@ for settings, said in SETTINGS:
 
 # shrink
 PLANS: dict[str, tuple[Any, str]] = {
-    "None": (None, "plan: NoneType given, where a dict of lists is wanted"),
-    "a list": ([0], "plan: list given, where a dict of lists is wanted"),
-    "no such group": ({"layer9": [0]}, "plan: there is no open group 'layer9'. Open groups: 0, 3"),
-    "a frozen group": ({"5": [0]}, "plan: there is no open group '5'. Open groups: 0, 3"),
-    "a number as name": ({0: [0]}, "plan: there is no open group 0. Open groups: 0, 3"),
-    "beyond the end": ({"0": [8]}, "plan: group '0' has channels 0 to 7 only"),
-    "from the end": ({"0": [-1]}, "plan: group '0' has channels 0 to 7 only"),
-    "halves": ({"0": [0.5]}, "plan: group '0' is given 0.5, …; give the indices of the channels"),
-    "a mask": ({"0": torch.ones(8, dtype=torch.bool)}, "plan: group '0' is given True, .*give the"),
-    "text": ({"0": "01"}, "plan: group '0' is given '01', where a list is wanted"),
-    "a count": ({"0": 3}, "plan: group '0' is given 3, where a list is wanted"),
-    "a table": ({"0": [[1]]}, r"plan: group '0' is given \[1\], …; give the indices"),
+    "None": (None, "plan: got NoneType, expected a dict; use group names"),
+    "a list": ([0], "plan: got list, expected a dict; use group names"),
+    "no such group": (
+        {"layer9": [0]},
+        "plan: unknown or frozen group 'layer9'. Use prunable groups: 0, 3",
+    ),
+    "a frozen group": ({"5": [0]}, "plan: unknown or frozen group '5'. Use prunable groups: 0, 3"),
+    "a number as name": ({0: [0]}, "plan: unknown or frozen group 0. Use prunable groups: 0, 3"),
+    "beyond the end": ({"0": [8]}, "plan: group '0' has 8 channels; use indices from 0 to 7"),
+    "from the end": ({"0": [-1]}, "plan: group '0' has 8 channels; use indices from 0 to 7"),
+    "halves": (
+        {"0": [0.5]},
+        "plan: group '0' got 0.5, …; use the indices of the channels",
+    ),
+    "a mask": (
+        {"0": torch.ones(8, dtype=torch.bool)},
+        "plan: group '0' got True, .*for a mask",
+    ),
+    "text": ({"0": "01"}, "plan: group '0' got '01'; use a list"),
+    "a count": ({"0": 3}, "plan: group '0' got 3; use a list"),
+    "a table": (
+        {"0": [[1]]},
+        r"plan: group '0' got \[1\], …; use the indices",
+    ),
     "nothing left": ({"0": []}, "0: the plan keeps 0 channels, but at least 1 must stay"),
 }
 for name, (wrong, said) in PLANS.items():

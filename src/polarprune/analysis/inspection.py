@@ -1,21 +1,23 @@
-"""One look at a model: tapes, labels, groups and cost, under what is known so far.
+"""One inspection of a model: run it, follow its channels, form groups, measure the cost.
 
-`trace` looks again whenever it has found something out: code that was re-emitted, numbers that
-follow a width, groups that stay whole.
+`Inspection` holds what has been found out about a model so far: captured forwards, attributes that
+follow a width, groups that trial cuts froze. `inspect()` builds a `Graph` under these findings.
+`confirm.py` adds a finding and inspects again until trial cuts agree with the graph.
 """
 
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from torch import nn
 
-from ..channels.connectivity import hold_heads, hold_spine
-from ..channels.graph import FROZEN, Graph, Location, module_of
-from ..channels.grouping import build, follow
+from ..channels.connectivity import attention_groups, carrying_groups
+from ..channels.graph import FROZEN, Graph, Location, Rewrites, module_of
+from ..channels.grouping import build
+from ..channels.label_decisions import follow
 from ..channels.labels import Labels
 from ..channels.propagation import AtLeast, Flow, Rule
 from ..channels.rules.table import by_tag
@@ -30,96 +32,131 @@ from ..tracing.tape import Example, Tape, named_tensors, on_host
 
 
 class Inspection:
-    """One look at the model; repeated when something has to be treated differently."""
+    """A model, the user's settings, and what has been found out about the model so far.
+
+    Attributes:
+        rewritten: Modules whose forward was captured, which is resized for every cut.
+        size_attributes: Module -> attribute -> the location whose width the attribute follows.
+        frozen: Groups that trial cuts froze, and why.
+        must_keep: Groups that cannot close entirely, and why.
+        seeds: The seeds of the plans that trial cuts use.
+        notes: Remarks for the user about the traced runs.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         example: Example,
         keep: tuple[str, ...],
-        rules: Mapping[Any, Rule],
+        rules: Mapping[object, Rule],
         norms: bool,
     ) -> None:
         self.model, self.example, self.keep, self.rules = model, example, keep, rules
         self.norms = norms
-        self.norm_code: dict[str, CapturedForward] = {}  # modules that take means over channels
-        self.mixing: set[str] = set()  # those whose means cannot be weighted
         self.modules = dict(model.named_modules())
         self.rewritten: dict[str, CapturedForward] = {}
-        self.size_attributes: dict[str, dict[str, Location]] = {}  # attributes that follow a width
-        self.held: dict[str, str] = {}  # group -> why it stays whole
-        self.minimum: dict[str, str] = {}  # group -> why it cannot close entirely
-        self.seeds: set[int] = {1, 2}  # of the plans that are tried
+        self.size_attributes: dict[str, dict[str, Location]] = {}
+        self.frozen: dict[str, str] = {}
+        self.must_keep: dict[str, str] = {}
+        self.seeds: set[int] = {1, 2}
         self.notes: list[str] = []
-        self._tapes: list[Tape] = []
-        self._flow: tuple[list[Tape], int, Flow] | None = None
-        self._hopeless: set[str] = set()  # modules that cannot be re-emitted
+        self._norm_code: dict[str, CapturedForward] = {}  # modules that take means over channels
+        self._unweightable: set[str] = set()  # modules whose means cannot be weighted
+        self._not_capturable: set[str] = set()
+        self._tapes: tuple[Tape, ...] = ()
+        self._followed_before: tuple[tuple[Tape, ...], int, Flow] | None = None
 
-    def __call__(self) -> Graph:
-        """Repeated until all means over open channels can be weighted."""
+    def inspect(self) -> Graph:
+        """Build the graph, again and again until all means over prunable channels are weighted."""
         while True:
-            graph = self._look()
-            unknown = {item.op.module for item in graph.statistics} - self.norm_code.keys()
+            graph = self._graph()
+            unknown = {item.op.module for item in graph.statistics} - self._norm_code.keys()
             if unknown:
                 found = capture_all(self.model, self.example, sorted(unknown))
-                self.norm_code.update(found)
-                self.mixing |= unknown - found.keys()
-                self._tapes = []
-            elif not self._weigh(graph):
+                self._norm_code.update(found)
+                self._unweightable |= unknown - found.keys()
+                self._tapes = ()
+                continue
+            before = len(self._unweightable)
+            graph = self._with_weighted_norms(graph)
+            if len(self._unweightable) == before:
                 return graph
 
-    def _weigh(self, graph: Graph) -> bool:
-        """Find the means in the code of their modules; True if some cannot be weighted."""
-        before = len(self.mixing)
-        for path in dict.fromkeys(item.op.module for item in graph.statistics):
-            captured = self.rewritten.get(path) or self.norm_code[path]
-            weights = weights_in(graph, path, captured)
-            if weights is None or "forward" in vars(self.modules[path]):  # could not be put back
-                self.mixing.add(path)
-            else:
-                graph.weights[path], graph.weighted[path] = weights
-        names = graph.owners
-        for units in graph.weights.values():
-            for name in {names[unit] for unit in units.tolist() if unit != FROZEN}:
-                graph.groups[name].minimum = max(1, graph.groups[name].minimum)
-        return len(self.mixing) > before
-
-    def _look(self) -> Graph:
+    def _graph(self) -> Graph:
+        """Build the graph under what is known so far."""
         tapes = self._tapes or self._record()
         with on_host():
-            graph = build(tapes, self._followed(tapes), self.held)
-            graph.rewritten = dict(self.rewritten)
-            graph.size_attributes = self.following()
-            graph.notes += [*self.notes, *(f"{g}: {why}" for g, why in self.minimum.items())]
-            hold_spine(graph)
-            hold_heads(graph)
-            for name in self.minimum:
-                graph.groups[name].minimum = max(1, graph.groups[name].minimum)
-            graph.cost = measure(self.model, graph)
-        return graph
+            graph = build(tapes, self._followed(tapes), self.frozen)
+            closing = [f"{name}: {why}" for name, why in self.must_keep.items()]
+            graph = replace(
+                graph,
+                rewrites=Rewrites(dict(self.rewritten), self.followed_attributes()),
+                notes=(*graph.notes, *self.notes, *closing),
+            )
+            needed = carrying_groups(graph) | attention_groups(graph) | self.must_keep.keys()
+            graph = graph.with_minimum(dict.fromkeys(needed, 1))
+            return replace(graph, resources=measure(self.model, graph))
+
+    def _with_weighted_norms(self, graph: Graph) -> Graph:
+        """Find the means over prunable channels in the code of their modules, and weight them.
+
+        Modules where that fails are added to `_unweightable`: their channels freeze next time.
+        """
+        weights, weighted = {}, {}
+        for path in dict.fromkeys(item.op.module for item in graph.statistics):
+            captured = self.rewritten.get(path) or self._norm_code[path]
+            found = weights_in(graph, path, captured)
+            if found is None or "forward" in vars(self.modules[path]):  # could not be restored
+                self._unweightable.add(path)
+            else:
+                weights[path], weighted[path] = found
+        rewrites = replace(graph.rewrites, weights=weights, weighted=weighted)
+        owners = graph.owners
+        units = {unit for vector in weights.values() for unit in vector.tolist()} - {FROZEN}
+        # A norm over no channels is undefined.
+        graph = graph.with_minimum({owners[unit]: 1 for unit in units})
+        return replace(graph, rewrites=rewrites)
 
     def more_with_norms(self, graph: Graph) -> int:
-        """How many more channels `norms=True` may open, as far as labels tell."""
+        """Return how many more channels `norms=True` may make prunable, as far as labels tell."""
         with on_host():
             if self.norms or not self._followed(graph.tapes).unweighted:
                 return 0
             flow = Flow(Labels(), self.rules, by_tag, norms=lambda path: True)
             follow(graph.tapes, flow, self._kept())
-            return max(0, build(graph.tapes, flow, self.held).units - graph.units)
+            return max(0, build(graph.tapes, flow, self.frozen).units - graph.units)
 
-    def _followed(self, tapes: list[Tape]) -> Flow:
-        """The labels, sent through these tapes; the same as before if nothing has changed."""
-        state = (tapes, len(self.mixing))
-        if self._flow is None or self._flow[0] is not tapes or self._flow[1] != len(self.mixing):
+    # --- tapes and labels ---
+
+    def _record(self) -> tuple[Tape, ...]:
+        """Trace the model in eval mode, and in train mode if it runs in that."""
+        code = {**self._norm_code, **self.rewritten}
+        shims = {path: partial(shim, captured=captured) for path, captured in code.items()}
+        tapes = [record(self.model, self.example, training=False, shims=shims)]
+        self.notes = []
+        try:
+            tapes.append(record(self.model, self.example, training=True, shims=shims))
+        except PruneError as error:
+            self.notes = [f"followed in eval mode only; train mode did not run: {error}"]
+        self._tapes = tuple(tapes)
+        return self._tapes
+
+    def _followed(self, tapes: tuple[Tape, ...]) -> Flow:
+        """Return the labels after these tapes; computed again only if something has changed."""
+        before, excluded = self._followed_before, len(self._unweightable)
+        if before is None or before[0] is not tapes or before[1] != excluded:
             flow = Flow(Labels(), self.rules, by_tag)
-            flow.norms = lambda path: self.norms and path not in self.mixing
+            flow.norms = lambda path: self.norms and path not in self._unweightable
             follow(tapes, flow, self._kept())
-            self._hold_projections(flow)
-            self._flow = (*state, flow)
-        return self._flow[2]
+            self._require_more_than_projections(flow)
+            before = self._followed_before = (tapes, excluded, flow)
+        return before[2]
 
-    def _hold_projections(self, flow: Flow) -> None:
-        """torch tells an LSTM with projections by its state: more hidden units than projections."""
+    def _require_more_than_projections(self, flow: Flow) -> None:
+        """Keep the hidden state of an LSTM with projections larger than the projections.
+
+        torch recognises such an LSTM by that.
+        """
         for path, module in self.modules.items():
             if isinstance(module, nn.LSTM) and module.proj_size:
                 why = f"more than the {module.proj_size} projections of {path or 'the model'}"
@@ -128,46 +165,44 @@ class Inspection:
                         layer = flow.known(name)[-1]
                         flow.at_least.append(AtLeast(layer, 1, module.proj_size + 1, why))
 
-    def _record(self) -> list[Tape]:
-        code = {**self.norm_code, **self.rewritten}
-        shims = {path: partial(shim, captured=captured) for path, captured in code.items()}
-        self._tapes = [record(self.model, self.example, training=False, shims=shims)]
-        self.notes = []
-        try:
-            self._tapes.append(record(self.model, self.example, training=True, shims=shims))
-        except PruneError as error:
-            self.notes = [f"followed in eval mode only; train mode did not run: {error}"]
-        return self._tapes
+    # --- findings ---
 
     def rewrite(self, paths: Iterable[str]) -> bool:
-        """Have these modules re-emitted; False if none of them can be."""
-        wanted = [
-            path
-            for path in dict.fromkeys(paths)
-            if path not in self.rewritten and path not in self._hopeless
-            and not type(self.modules[path]).__module__.startswith("torch.nn.")
-        ]  # fmt: skip
+        """Capture the forward of these modules; return False if none of them can be captured."""
+        wanted = [path for path in dict.fromkeys(paths) if self._may_be_captured(path)]
         found = capture_all(self.model, self.example, wanted)
-        self._hopeless |= set(wanted) - found.keys()
+        self._not_capturable |= set(wanted) - found.keys()
         self.set_rewritten({**self.rewritten, **found})
         return bool(found)
 
-    def set_rewritten(self, rewritten: dict[str, CapturedForward]) -> None:
-        self.rewritten, self._tapes = rewritten, []
+    def _may_be_captured(self, path: str) -> bool:
+        """Return False for layers of torch, and for modules that were captured or refused."""
+        of_torch = type(self.modules[path]).__module__.startswith("torch.nn.")
+        return not of_torch and path not in self.rewritten and path not in self._not_capturable
 
-    def following(self) -> dict[str, dict[str, Location]]:
-        """Attributes that follow a width; re-emitted code does not read them."""
+    def refusal(self, path: str) -> str:
+        """Return that a module cannot be rewritten, as the end of a clause; empty if it can."""
+        return " (its forward cannot be rewritten)" if path in self._not_capturable else ""
+
+    def set_rewritten(self, rewritten: dict[str, CapturedForward]) -> None:
+        """Use these captured forwards; the model has to be traced again."""
+        self.rewritten, self._tapes = rewritten, ()
+
+    def followed_attributes(self) -> dict[str, dict[str, Location]]:
+        """Return the attributes that follow a width. Captured forwards do not read theirs."""
         return {
             path: mine for path, mine in self.size_attributes.items() if path not in self.rewritten
         }
 
-    def like(self, path: str) -> list[str]:
-        """All modules of the same class."""
+    def same_class(self, path: str) -> list[str]:
+        """Return all modules of the class of this one."""
         family = type(self.modules[path])
         return [other for other, module in self.modules.items() if type(module) is family]
 
+    # --- what the user keeps ---
+
     def _kept(self) -> list[tuple[str, str]]:
-        """The tensors of the modules that `keep` names."""
+        """Return the tensors of the modules that `keep` names, each with its pattern."""
         found = []
         for pattern in self.keep:
             hits = [
@@ -185,5 +220,5 @@ class Inspection:
 
 
 def _matches(module: str, pattern: str) -> bool:
-    """A pattern names a module and what is inside it."""
+    """Return True if a pattern names a module or one that contains it."""
     return fnmatch.fnmatch(module, pattern) or fnmatch.fnmatch(module, f"{pattern}.*")

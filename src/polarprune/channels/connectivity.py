@@ -1,8 +1,8 @@
-"""Which groups must never close entirely, so that the input still reaches every output.
+"""Find the groups that must keep a channel so that the input still reaches every output.
 
-Closing a group is harmless where something flows around it (a skip connection, another branch).
-We look for the way from the inputs to each output that depends on the fewest groups; each group on
-it keeps a channel. A group whose loss alone would cut the network is on every way, hence on ours.
+Closing a whole group is harmless where the signal can take another path (a skip connection, another
+branch). For each output we search the path from the inputs that needs the fewest groups; each
+group on that path keeps a channel. A group that every path needs is on this one, too.
 """
 
 from __future__ import annotations
@@ -14,85 +14,100 @@ from torch.torch_version import TorchVersion
 from ..tracing.tape import Op, Tape, Value
 from .graph import FROZEN, Graph
 
-Way = frozenset[str]
+Path = frozenset[str]  # the prunable groups that a path from the inputs needs
+Paths = dict[tuple[Value, str], Path]  # (tensor, group that carries the signal in it) -> best path
+_ALWAYS = ""  # in place of a group: channels that always stay carry the signal
 
 
-def hold_spine(graph: Graph) -> None:
-    """Set `minimum` to 1 at least on the groups that carry the signal through."""
-    for tape in graph.tapes:
-        for way in _ways(graph, tape):
-            for name in way:
-                graph.groups[name].minimum = max(1, graph.groups[name].minimum)
+def carrying_groups(graph: Graph) -> set[str]:
+    """Return the groups that carry the signal from the inputs to the outputs."""
+    return {name for tape in graph.tapes for path in _shortest_paths(graph, tape) for name in path}
 
 
-def _ways(graph: Graph, tape: Tape) -> list[Way]:
-    """For each output the smallest set of groups that it needs."""
-    options = _Options(graph)
+def _shortest_paths(graph: Graph, tape: Tape) -> list[Path]:
+    """Return for each output that the inputs reach the smallest set of groups found for it.
+
+    One pass over the tape suffices: an operation comes after those that make its inputs.
+    """
+    carriers = _Carriers(graph)
     merging = {item.op for item in graph.contractions}
-    best: dict[tuple[Value, str], Way] = {(value, ""): frozenset() for value in tape.inputs}
+    best: Paths = {(value, _ALWAYS): frozenset() for value in tape.inputs}
     for op in tape.ops:
         for source in op.inputs():
-            if source.name:
-                continue
-            for option in options(source):
-                way = best.get((source, option))
-                if way is None:
-                    continue
-                for out in _written(op):
-                    for target in options(out):
-                        if op in merging or option in ("", target):
-                            _relax(best, (out, target), way)
-    ways = []
+            if not source.name:  # a parameter carries no signal
+                _pass_on(op, source, op in merging, carriers, best)
+    paths = []
     for value in tape.outputs:
-        reached = [best[value, o] for o in options(value) if (value, o) in best]
+        reached = [best[value, name] for name in carriers(value) if (value, name) in best]
         if reached:
-            ways.append(min(reached, key=len))
-    return ways
+            paths.append(min(reached, key=len))
+    return paths
+
+
+def _pass_on(op: Op, source: Value, merges: bool, carriers: _Carriers, best: Paths) -> None:
+    """Extend the paths to `source` by one operation.
+
+    A contraction carries the signal from any group into any other. Other operations keep it in its
+    group; from channels that always stay it may go anywhere.
+    """
+    for name in carriers(source):
+        path = best.get((source, name))
+        if path is None:
+            continue
+        for out in _written(op):
+            for target in carriers(out):
+                if merges or name in (_ALWAYS, target):
+                    _improve(best, (out, target), path)
 
 
 def _written(op: Op) -> list[Value]:
-    """What an operation puts out; a write into a view reaches what it is a view of."""
+    """Return what an operation puts out; a write into a view also reaches the base tensor."""
     if not op.func._schema.is_mutable:
         return op.outs
     return [*op.outs, *(value.base for value in op.outs if value.base is not None)]
 
 
-def _relax(best: dict[tuple[Value, str], Way], state: tuple[Value, str], way: Way) -> None:
-    way = way | {state[1]} if state[1] else way
-    if state not in best or len(way) < len(best[state]):
-        best[state] = way
+def _improve(best: Paths, state: tuple[Value, str], path: Path) -> None:
+    """Store a path if it needs fewer groups than the one that is known."""
+    path = path | {state[1]} if state[1] != _ALWAYS else path
+    if state not in best or len(path) < len(best[state]):
+        best[state] = path
 
 
-def hold_heads(graph: Graph) -> None:
-    """Fused attention over no heads crashed the process in torch 2.11: one head stays."""
+def attention_groups(graph: Graph) -> set[str]:
+    """Return the groups of heads in fused attention, where torch needs one head.
+
+    Before torch 2.13, fused attention over no heads crashed the process.
+    """
     if TorchVersion(torch.__version__) >= "2.13":
-        return
+        return set()
+    fused = [item for item in graph.contractions if "scaled_dot_product" in item.op.name]
+    units = {unit for item in fused for factor in item.factors for unit in factor.tolist()}
     names = graph.owners
-    for item in graph.contractions:
-        if "scaled_dot_product" in item.op.name:
-            for unit in {unit for units in item.factors for unit in units.tolist()} - {FROZEN}:
-                group = graph.groups[names[unit]]
-                group.minimum = max(1, group.minimum)
+    return {names[unit] for unit in units - {FROZEN}}
 
 
-class _Options:
-    """The groups that can carry a signal in a tensor; "" stands for channels that stay."""
+class _Carriers:
+    """Answers which groups can carry a signal in a tensor (`_ALWAYS` for frozen channels)."""
 
     def __init__(self, graph: Graph) -> None:
         sizes = torch.tensor([group.size for group in graph.prunable.values()], dtype=torch.long)
-        self.graph, self.names = graph, [*graph.prunable, ""]  # the last stands for what stays
+        self.graph = graph
+        self.names = [*graph.prunable, _ALWAYS]  # at index FROZEN (-1): the last
         owner = torch.arange(len(sizes)).repeat_interleave(sizes)
         self.owner = torch.cat([owner, torch.tensor([len(sizes)])])
         self.known: dict[int, list[str]] = {}
 
     def __call__(self, value: Value) -> list[str]:
+        """Return the groups with channels in a tensor."""
         layers = self.graph.values.get(value, [])
         if len(layers) == 1:
-            return self._of(layers[0])
-        found = [names for names in map(self._of, layers) if names != [""]]  # others carry nothing
-        return list(dict.fromkeys(name for names in found for name in names)) or [""]
+            return self._in_layer(layers[0])
+        # Of several layers, those that hold frozen channels only say nothing.
+        found = [names for names in map(self._in_layer, layers) if names != [_ALWAYS]]
+        return list(dict.fromkeys(name for names in found for name in names)) or [_ALWAYS]
 
-    def _of(self, layer: Tensor) -> list[str]:
+    def _in_layer(self, layer: Tensor) -> list[str]:
         if id(layer) not in self.known:
             found = torch.zeros(len(self.names), dtype=torch.bool)
             found[self.owner[layer.flatten()]] = True

@@ -1,361 +1,309 @@
-"""From joined labels to groups: what lives and dies together, and what is frozen.
+"""From labels to units, from units to groups.
 
-Labels go through the tapes; components of joined labels become units, units with the same
-occurrences become groups.
+    labels   every index of every axis of every parameter has one; rules have joined them
+    units    components of joined labels: the smallest thing that can be removed
+    groups   units that occur on the same axes equally often: they share producers, consumers,
+             price, and one gate vector
+
+A component of labels is named by its *root*, its smallest label. Axes are numbered in the order in
+which they got their labels (`Labels.axes`); a unit *occurs* on an axis as often as that axis holds
+labels of its component. The units of prunable groups are renumbered from 0, group after group, and
+`Layout` keeps these numbers only.
+
+Networks have many labels, so pairs of integers are packed into one (`a * stride + b` with
+`b < stride`) and sorted with `torch.unique`: sorting the packed numbers sorts by `a`, then by `b`.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ..tracing.tape import Tape
-from .graph import FROZEN, Graph, Group, module_of, varies
-from .labels import Axis, Labels, support
-from .propagation import AtLeast, Choice, Contraction, Flow, Statistic
+from .graph import Graph, Group, module_of
+from .labels import Axis, Labels
+from .layout import FROZEN
+from .layout_builder import build_layout
+from .propagation import AtLeast, Flow
 
 
-def follow(tapes: Sequence[Tape], flow: Flow, keep: Iterable[tuple[str, str]]) -> None:
-    """Send labels through the tapes, freeze what `keep` names, and make cuts rectangular."""
-    for tape in tapes:
-        flow.run(tape)
-    for tensor, pattern in keep:
-        for axis in flow.labels.axes:
-            if axis.tensor == tensor:
-                labels = torch.arange(axis.start, axis.start + axis.size)
-                flow.labels.freeze(labels, f"kept whole by keep={pattern!r}")
-    _choose(flow)
-    _decide(flow)
-    _make_rectangular(flow)
-    _limit(flow)
+def build(tapes: Sequence[Tape], flow: Flow, frozen: Mapping[str, str]) -> Graph:
+    """Build the graph of groups from labels that have been followed through the tapes.
 
+    Args:
+        tapes: The traced runs.
+        flow: The labels, after `label_decisions.follow`.
+        frozen: Groups that later findings froze, and why.
 
-def _choose(flow: Flow) -> None:
-    """Columns or rows, where a weight reads channels in blocks: what leaves more."""
-    for choice in flow.choices:
-        columns, rows = _left(flow, choice, columns=True), _left(flow, choice, columns=False)
-        where = choice.contraction.op.where
-        if columns >= rows:
-            vector = flow.labels.flatten_onto(choice.layer, (choice.axis,)).flatten()
-            flow.labels.join(vector, choice.inner)
-            flow.labels.freeze(choice.passed, f"rows of which only columns go in {where}")
-        else:
-            flow.labels.join(choice.layer, choice.passed)
-            choice.contraction.sites.clear()
-            flow.labels.freeze(choice.inner, f"reads a part of every head in {where}")
-
-
-def _left(flow: Flow, choice: Choice, *, columns: bool) -> int:
-    """How many units could be pruned after this choice: not frozen, and read by some layer."""
-    root = flow.labels.roots()
-    frozen = flow.labels.reasons(root)[0] >= 0
-    trial, units = Labels(), root[choice.layer]
-    trial.fresh(flow.labels.count)
-    if columns:
-        vector = trial.flatten_onto(units, (choice.axis,)).flatten()
-        trial.join(vector, root[choice.inner])
-    else:
-        trial.join(units, root[choice.passed])
-    for wide, narrow in flow.pending:  # what else will be joined, most likely
-        if any(varies(root[wide], axis) for axis in support(narrow)):
-            trial.join(root[wide], root[narrow])
-    new = trial.roots()[root]
-    good = torch.zeros_like(frozen)
-    read = [choice.inner] if columns else [s for x in flow.contractions for s in x.sites]
-    good[new[torch.cat(read)]] = True
-    good[new[frozen.nonzero().flatten()]] = False
-    return int(good[new[choice.layer].unique()].sum())
-
-
-def _decide(flow: Flow) -> None:
-    """Where labels along one axis met labels along several: join them, or keep that axis whole.
-
-    A scale for every place within a head (rotary positions, a norm of queries) would tie all heads
-    together; where heads go as a whole, the places within a head stay.
+    Returns:
+        A graph without cost and without rewrites; minimums are set only where operations need
+        several channels.
     """
-    root = flow.labels.roots()
-    for wide, narrow in flow.pending:
-        if any(varies(root[wide], axis) for axis in support(narrow)):
-            flow.labels.join(wide, narrow)
-        else:
-            flow.labels.freeze(narrow, "a place within a unit that goes as a whole")
+    formed = _form_groups(flow, frozen)
+    uneven = _uneven_groups(flow, formed)
+    if uneven:
+        return build(tapes, flow, {**frozen, **uneven})
+    layout = build_layout(tapes, flow, formed.unit_of, formed.consumed)
+    graph = Graph(formed.groups, layout, unknown=dict(flow.unknown))
+    return _with_required_channels(graph, flow.at_least, formed.unit_of)
 
 
-def _limit(flow: Flow) -> None:
-    """A product of three open widths has no place in a quadratic cost: the last of them stays."""
-    wide = [item for item in flow.contractions if len(item.factors) > 2]
-    root = flow.labels.roots() if wide else torch.tensor(())
-    frozen = flow.labels.reasons(root)[0] >= 0 if wide else torch.tensor(())
-    for item in wide:
-        units = [root[factor] for factor in item.factors]
-        for number in [k for k, mine in enumerate(units) if not bool(frozen[mine].all())][2:]:
-            why = f"product of two sets of channels in {item.op.where}"
-            flow.labels.freeze(item.factors[number], why)
-            frozen[units[number]] = True
+# --- units to groups ------------------------------------------------------------------------------
+
+Occurrences = tuple[tuple[int, int], ...]  # (number of an axis, how often a unit occurs there)
 
 
-def _make_rectangular(flow: Flow) -> None:
-    """Where labels vary along several axes, let whole slices along one of them be the unit."""
-    while True:
-        root = flow.labels.roots()
-        changed = False
-        for layer in flow.wide:
-            units = root[layer]
-            axes = [axis for axis in support(layer) if varies(units, axis)]
-            if len(axes) > 1:
-                flow.labels.flatten_onto(layer, (_best_axis(units, axes),))
-                changed = True
-        if not changed:
-            return
+@dataclass(frozen=True)
+class _Family:
+    """Units with the same occurrences. `roots` names them, in ascending order of the first."""
+
+    occurrences: Occurrences
+    roots: Tensor
 
 
-def _best_axis(units: Tensor, axes: list[int]) -> int:
-    """The axis that leaves most units when all others are joined."""
+@dataclass(frozen=True)
+class _Roles:
+    """Which axes make channels and which merge them."""
 
-    def left(axis: int) -> int:
-        trial = Labels()
-        trial.fresh(int(units.max()) + 1)
-        trial.flatten_onto(units, (axis,))
-        return int(trial.roots()[units].unique().numel())
+    axes: list[Axis]
+    consumed: set[int]  # numbers of axes at which contractions read channels
+    produced: set[int]  # numbers of axes from which channels come
 
-    return max(axes, key=left)
+    def matter(self, family: _Family) -> bool:
+        """Return True if a layer makes or merges these units."""
+        return any(axis in self.consumed | self.produced for axis, _ in family.occurrences)
+
+    def lacking(self, family: _Family) -> str:
+        """Return why a unit without any other reason is frozen, or an empty string."""
+        if not any(axis in self.consumed for axis, _ in family.occurrences):
+            return "no layer merges these channels, so no gate can close them"
+        if not any(axis in self.produced for axis, _ in family.occurrences):
+            return "no layer makes these channels (they come from a plain parameter or a buffer)"
+        return ""
+
+    def producers(self, family: _Family) -> list[str]:
+        """Return the modules that make these units, without those that also merge them."""
+        makers = [axis for axis, _ in family.occurrences if axis in self.produced]
+        only = [self._owner(axis) for axis in makers if axis not in self.consumed]
+        return only or [self._owner(axis) for axis in makers]
+
+    def consumers(self, family: _Family) -> list[str]:
+        """Return the modules that merge these units."""
+        return [self._owner(axis) for axis, _ in family.occurrences if axis in self.consumed]
+
+    def _owner(self, axis: int) -> str:
+        """Return the module of an axis; the name of the tensor if the root module owns it."""
+        return module_of(self.axes[axis].tensor) or self.axes[axis].tensor
 
 
-def build(tapes: Sequence[Tape], flow: Flow, held: Mapping[str, str]) -> Graph:
-    """Components of labels become units, units with the same occurrences become groups.
+@dataclass(frozen=True)
+class _Formed:
+    """The groups, and the unit of every label (`FROZEN` if it belongs to no prunable group)."""
 
-    `held` names groups that stay whole for a reason that was found out later.
-    """
+    groups: dict[str, Group]
+    unit_of: Tensor
+    consumed: set[int]
+
+
+def _form_groups(flow: Flow, frozen: Mapping[str, str]) -> _Formed:
+    """Sort units into groups and number the units of prunable groups."""
     root = flow.labels.roots()
     reasons = flow.labels.reasons(root)
-    consumed = _site_axes(flow)
-    produced = _made_axes(flow)
-    families = [
-        (where, units)
-        for where, units in _families(flow.labels, root)
-        if any(axis in consumed or axis in produced for axis, _ in where)
-    ]
+    roles = _Roles(flow.labels.axes, _consumed_axes(flow), _produced_axes(flow))
     groups: dict[str, Group] = {}
-    position = torch.full((flow.labels.count,), FROZEN)
+    unit_of_root = torch.full((flow.labels.count,), FROZEN)
     offset = 0
-    for where, units in families:
-        for reason, members in _by_reason(units, where, consumed, produced, reasons):
-            group = _group(flow.labels.axes, where, members, reason, consumed, produced, groups)
-            if not group.frozen and group.name in held:
-                group.frozen, group.reason = True, held[group.name]
+    for family in filter(roles.matter, _families(flow.labels, root)):
+        for reason, members in _split_by_reason(family, reasons, roles.lacking(family)):
+            group = _group(roles, family, len(members), reason, groups)
+            if not group.frozen and group.name in frozen:
+                group = replace(group, frozen=True, reason=frozen[group.name])
             if not group.frozen:
-                group.offset, offset = offset, offset + group.size
-                position[members] = torch.arange(group.offset, offset)
+                group = replace(group, offset=offset)
+                offset += group.size
+                unit_of_root[members] = torch.arange(group.offset, offset)
             groups[group.name] = group
-    uneven = _uneven(flow, groups, position[root])
-    if uneven:
-        return build(tapes, flow, {**held, **uneven})
-    return _graph(tapes, flow, groups, position[root], consumed)
+    return _Formed(groups, unit_of_root[root], roles.consumed)
 
 
-def _uneven(flow: Flow, groups: Mapping[str, Group], units: Tensor) -> dict[str, str]:
-    """Groups whose units occur differently in an operation, as a slice of a weight makes them."""
-    open_ones = [group for group in groups.values() if not group.frozen]
-    sizes = torch.tensor([group.size for group in open_ones], dtype=torch.long)
-    owner = torch.arange(len(sizes)).repeat_interleave(sizes)
-    whole = {(axis.start, axis.size) for axis in flow.labels.axes}
-    found: dict[str, str] = {}
-    for item in flow.contractions:
-        for labels in item.factors:
-            first, last = int(labels[0]), int(labels[-1])
-            if (first, labels.numel()) in whole and last - first == labels.numel() - 1:
-                continue  # an axis of a weight: there they are alike
-            mine = units[labels]
-            counts = torch.bincount(mine[mine != FROZEN], minlength=len(owner))
-            none = counts.new_zeros(len(sizes))
-            low = none.scatter_reduce(0, owner, counts, "amin", include_self=False)
-            high = none.scatter_reduce(0, owner, counts, "amax", include_self=False)
-            for number in (low != high).nonzero().flatten().tolist():
-                why = f"some of its channels cost more than others in {item.op.where}"
-                found[open_ones[number].name] = why
-    return found
+def _group(
+    roles: _Roles, family: _Family, size: int, reason: str, taken: Mapping[str, Group]
+) -> Group:
+    """Make a group, named after its first producer; a number is added where that is taken."""
+    producers, consumers = roles.producers(family), roles.consumers(family)
+    base = (producers or consumers)[0]
+    name, number = base, 2
+    while name in taken:
+        name, number = f"{base}#{number}", number + 1
+    makers, readers = (tuple(dict.fromkeys(names)) for names in (producers, consumers))
+    return Group(name, size, makers, readers, frozen=bool(reason), reason=reason)
 
 
-def _site_axes(flow: Flow) -> set[int]:
+def _split_by_reason(
+    family: _Family, reasons: tuple[Tensor, list[str]], lacking: str
+) -> Iterator[tuple[str, Tensor]]:
+    """Split a family: the prunable units first, then those of each reason, in order of the text.
+
+    `reasons` holds the number of the reason of every root, or -1, and the texts. `lacking` is the
+    reason of number -1: as the last of the texts it has that index. An empty text sorts first.
+    """
+    numbers, texts = reasons[0][family.roots], [*reasons[1], lacking]
+    for number in sorted(numbers.unique().tolist(), key=lambda number: texts[number]):
+        yield texts[number], family.roots[numbers == number]
+
+
+def _families(labels: Labels, root: Tensor) -> list[_Family]:
+    """Sort units into families with the same occurrences, ordered by their smallest unit.
+
+    The occurrences of a unit become a short list of integers, its *signature*; all signatures lie
+    in one vector, unit after unit. Neighbouring units mostly have the same signature, so Python
+    looks at a signature only where it differs from the one before.
+    """
+    if not labels.axes:
+        return []
+    units, lengths, signatures, stride = _signatures(labels, root)
+    firsts = _where_lists_change(signatures, lengths)
+    starts = (lengths.cumsum(0) - lengths)[firsts].tolist()
+    found: dict[tuple[int, ...], list[Tensor]] = {}
+    runs = zip(units.tensor_split(firsts[1:]), starts, lengths[firsts].tolist(), strict=True)
+    for run, start, length in runs:
+        signature = tuple(signatures[start : start + length].tolist())
+        found.setdefault(signature, []).append(run)
+    return [
+        _Family(tuple(divmod(packed, stride) for packed in signature), torch.cat(runs_of_units))
+        for signature, runs_of_units in found.items()
+    ]
+
+
+def _signatures(labels: Labels, root: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Return all units, the lengths of their signatures, the signatures, and their stride.
+
+    An element of a signature packs the number of an axis and the unit's count on that axis:
+    `axis * stride + count`.
+    """
+    sizes = torch.tensor([axis.size for axis in labels.axes])
+    labels_on_axes = [torch.arange(axis.start, axis.start + axis.size) for axis in labels.axes]
+    axis_numbers = torch.arange(len(sizes)).repeat_interleave(sizes)
+    # Pack (unit, axis) and count equal pairs: sorted by unit, then by axis.
+    many = len(sizes) + 1
+    packed = root[torch.cat(labels_on_axes)] * many + axis_numbers
+    pairs, counts = packed.unique(return_counts=True)
+    units, lengths = (pairs // many).unique_consecutive(return_counts=True)
+    stride = int(counts.max()) + 1
+    return units, lengths, (pairs % many) * stride + counts, stride
+
+
+def _where_lists_change(elements: Tensor, lengths: Tensor) -> Tensor:
+    """Return the numbers of the lists that differ from the list before them; 0 is one of them.
+
+    The lists lie one after another in `elements`; `lengths` says how long each is. If a list is as
+    long as the one before, the element `length` places earlier is its counterpart there.
+    """
+    owner = torch.arange(len(lengths)).repeat_interleave(lengths)
+    counterpart = torch.arange(len(elements)) - lengths[owner]
+    differs = torch.ones(len(lengths), dtype=torch.bool)  # the first has nothing before it
+    differs[1:] = lengths[1:] != lengths[:-1]
+    differs[owner[elements != elements[counterpart.clamp_min(0)]]] = True
+    return differs.nonzero().flatten()
+
+
+# --- which axes make and merge channels -----------------------------------------------------------
+
+
+def _consumed_axes(flow: Flow) -> set[int]:
+    """Return the numbers of the axes at which contractions read channels."""
     return _axes_with(flow.labels, [site for item in flow.contractions for site in item.sites])
 
 
-def _made_axes(flow: Flow) -> set[int]:
+def _produced_axes(flow: Flow) -> set[int]:
+    """Return the numbers of the axes from which channels of contractions and embeddings come."""
     made = [vector for item in flow.contractions for vector in item.makes]
     return _axes_with(flow.labels, [*made, *flow.looked_up])
 
 
 def _axes_with(labels: Labels, vectors: list[Tensor]) -> set[int]:
-    """The numbers of the axes to which these labels were given."""
+    """Return the numbers of the axes that own one of these labels.
+
+    `before[k]` counts the wanted labels below k, so an axis with the labels from `start` to `end`
+    owns one if the counts at both ends differ.
+    """
     if not vectors:
         return set()
     wanted = torch.zeros(labels.count + 1, dtype=torch.long)
     wanted[torch.cat(vectors) + 1] = 1
-    before = wanted.cumsum(0)  # how many are wanted, before each label
+    before = wanted.cumsum(0)
     starts = torch.tensor([axis.start for axis in labels.axes])
     ends = starts + torch.tensor([axis.size for axis in labels.axes])
     return set((before[ends] > before[starts]).nonzero().flatten().tolist())
 
 
-Where = tuple[tuple[int, int], ...]  # axes, and how often a unit occurs there
+# --- groups whose units do not cost the same ------------------------------------------------------
 
 
-def _families(labels: Labels, root: Tensor) -> list[tuple[Where, Tensor]]:
-    """Units that occur on the same axes equally often, with these; by their smallest unit."""
-    if not labels.axes:
-        return []
-    sizes = torch.tensor([axis.size for axis in labels.axes])
-    places = [torch.arange(axis.start, axis.start + axis.size) for axis in labels.axes]
-    number = torch.arange(len(places)).repeat_interleave(sizes)
-    many = len(places) + 1
-    pairs, counts = (root[torch.cat(places)] * many + number).unique(return_counts=True)
-    units, lengths = (pairs // many).unique_consecutive(return_counts=True)
-    most = int(counts.max()) + 1
-    kinds = (pairs % many) * most + counts  # unit after unit
-    found: dict[tuple[int, ...], list[Tensor]] = {}
-    starts = _runs(kinds, lengths)
-    pieces = units.tensor_split(starts[1:])
-    first = (lengths.cumsum(0) - lengths)[starts].tolist()
-    for piece, start, length in zip(pieces, first, lengths[starts].tolist(), strict=True):
-        found.setdefault(tuple(kinds[start : start + length].tolist()), []).append(piece)
-    return [
-        (tuple(divmod(kind, most) for kind in mine), torch.cat(members))
-        for mine, members in found.items()
-    ]
+def _uneven_groups(flow: Flow, formed: _Formed) -> dict[str, str]:
+    """Return groups whose units occur differently often in an operation, and why they freeze.
+
+    A slice of a weight makes such groups. On whole axes of parameters all units of a group occur
+    equally often, by the definition of a group, so these are skipped.
+    """
+    prunable = [group for group in formed.groups.values() if not group.frozen]
+    sizes = torch.tensor([group.size for group in prunable], dtype=torch.long)
+    owner = torch.arange(len(sizes)).repeat_interleave(sizes)
+    whole_axes = {(axis.start, axis.size) for axis in flow.labels.axes}
+    found: dict[str, str] = {}
+    for item in flow.contractions:
+        for labels in item.factors:
+            first, last = int(labels[0]), int(labels[-1])
+            if (first, labels.numel()) in whole_axes and last - first == labels.numel() - 1:
+                continue
+            for number in _unequal_counts(formed.unit_of[labels], owner, len(sizes)):
+                found[prunable[number].name] = (
+                    f"some of these channels cost more than others in {item.op.where}; use a "
+                    f"separate weight there in place of a part of one"
+                )
+    return found
 
 
-def _runs(kinds: Tensor, lengths: Tensor) -> Tensor:
-    """Where a list differs from the one before it, of lists of these lengths in one vector."""
-    owner = torch.arange(len(lengths)).repeat_interleave(lengths)
-    before = torch.arange(len(kinds)) - lengths[owner]  # the same place in a list as long
-    new = torch.ones(len(lengths), dtype=torch.bool)
-    new[1:] = lengths[1:] != lengths[:-1]
-    new[owner[kinds != kinds[before.clamp_min(0)]]] = True
-    return new.nonzero().flatten()
+def _unequal_counts(units: Tensor, owner: Tensor, groups: int) -> list[int]:
+    """Return the numbers of the groups whose units do not occur equally often in `units`."""
+    counts = torch.bincount(units[units != FROZEN], minlength=len(owner))
+    none = counts.new_zeros(groups)
+    low = none.scatter_reduce(0, owner, counts, "amin", include_self=False)
+    high = none.scatter_reduce(0, owner, counts, "amax", include_self=False)
+    numbers: list[int] = (low != high).nonzero().flatten().tolist()
+    return numbers
 
 
-def _by_reason(
-    units: Tensor,
-    where: Where,
-    consumed: set[int],
-    produced: set[int],
-    reasons: tuple[Tensor, list[str]],
-) -> Iterator[tuple[str, Tensor]]:
-    """Open units first, then the frozen ones, a group for each reason."""
-    lacking = ""
-    if not any(axis in consumed for axis, _ in where):
-        lacking = "no layer merges these channels, so no gate can close them"
-    elif not any(axis in produced for axis, _ in where):
-        lacking = "no layer makes these channels"
-    numbers, texts = reasons[0][units], [*reasons[1], lacking]  # the last: of number -1
-    for number in sorted(numbers.unique().tolist(), key=lambda number: texts[number]):
-        yield texts[number], units[numbers == number]
+# --- operations that need several channels --------------------------------------------------------
 
 
-def _group(
-    axes: list[Axis],
-    where: Where,
-    members: Tensor,
-    reason: str,
-    consumed: set[int],
-    produced: set[int],
-    taken: dict[str, Group],
-) -> Group:
-    def owner(number: int) -> str:
-        return module_of(axes[number].tensor) or axes[number].tensor
-
-    makers = [i for i, _ in where if i in produced]
-    producers = [owner(i) for i in makers if i not in consumed] or [owner(i) for i in makers]
-    consumers = [owner(i) for i, _ in where if i in consumed]
-    base = (producers or consumers)[0]
-    name, number = base, 2
-    while name in taken:
-        name, number = f"{base}#{number}", number + 1
-    return Group(
-        name=name,
-        size=len(members),
-        producers=tuple(dict.fromkeys(producers)),
-        consumers=tuple(dict.fromkeys(consumers)),
-        frozen=bool(reason),
-        reason=reason,
-    )
+def _with_required_channels(graph: Graph, needs: Sequence[AtLeast], unit_of: Tensor) -> Graph:
+    """Raise minimums so that in every plan enough channels stay for all operations."""
+    minimum: dict[str, int] = {}
+    notes = []
+    for need in needs:
+        for name, least in _required(graph, unit_of[need.layer], need):
+            if least > minimum.get(name, 0):
+                minimum[name] = least
+                notes.append(f"{name}: keeps at least {least} channels: {need.why}")
+    return replace(graph.with_minimum(minimum), notes=tuple(notes))
 
 
-def _graph(
-    tapes: Sequence[Tape],
-    flow: Flow,
-    groups: dict[str, Group],
-    position: Tensor,
-    consumed: set[int],
-) -> Graph:
-    axes: dict[str, dict[int, Tensor]] = {}
-    sites: dict[str, dict[int, Tensor]] = {}
-    same: dict[tuple[torch.Size, bytes], Tensor] = {}
-
-    def shared(units: Tensor) -> Tensor:
-        """One tensor for all places with these units: what is found out about it holds for all."""
-        return same.setdefault((units.shape, units.numpy().tobytes()), units)
-
-    for number, axis in enumerate(flow.labels.axes):
-        units = shared(position[axis.start : axis.start + axis.size])
-        if bool((units != FROZEN).any()):
-            axes.setdefault(axis.tensor, {})[axis.axis] = units
-            if number in consumed:
-                sites.setdefault(axis.tensor, {})[axis.axis] = units
-    known: dict[int, Tensor] = {}  # many tensors share a layer
-    for layer in (layer for layers in flow._layers.values() for layer in layers):
-        if id(layer) not in known:
-            known[id(layer)] = shared(position[layer])
-    values = {
-        value: [known[id(layer)] for layer in layers] for value, layers in flow._layers.items()
-    }
-    contractions = [
-        Contraction(
-            item.op,
-            *(
-                [shared(position[v]) for v in part]
-                for part in (item.factors, item.sites, item.makes)
-            ),
-        )
-        for item in flow.contractions
-    ]
-    shapes = {
-        value.name: value.shape
-        for tape in tapes
-        for op in tape.ops
-        for value in op.inputs()
-        if value.name
-    }
-    graph = Graph(groups, axes, sites, contractions, shapes, values, list(tapes))
-    for op, layer, along in flow.channel_counts:
-        units = position[layer]
-        if bool((units != FROZEN).any()) and varies(units, along):
-            graph.channel_counts[op] = units
-    for item in flow.statistics:
-        units = position[item.layer]
-        if bool((units != FROZEN).any()):
-            graph.statistics.append(Statistic(item.op, units))
-    for need in flow.at_least:
-        _keep_enough(graph, position[need.layer], need)
-    graph.unknown, graph.fillings = dict(flow.unknown), set(flow._uniform)
-    return graph
-
-
-def _keep_enough(graph: Graph, layer: Tensor, need: AtLeast) -> None:
-    """Raise the minimum of the largest groups on an axis until enough channels stay in any plan."""
+def _required(graph: Graph, layer: Tensor, need: AtLeast) -> Iterator[tuple[str, int]]:
+    """Yield the largest groups on an axis, with a minimum each, until enough channels stay."""
     units = layer.movedim(need.axis, 0).flatten(1)[:, 0] if layer.dim() > 1 else layer
     certain, names = int((units == FROZEN).sum()), graph.owners
     found = Counter(names[unit] for unit in units.tolist() if unit != FROZEN)
-    for name, places in found.most_common():
+    for name, occurrences in found.most_common():
         if certain >= need.count:
             return
-        group, each = graph.groups[name], max(1, places // graph.groups[name].size)
-        least = min(group.size, math.ceil((need.count - certain) / each))
-        certain += least * each
-        if least > group.minimum:
-            group.minimum = least
-            graph.notes.append(f"{name}: keeps {least} channels: {need.why}")
+        size = graph.groups[name].size
+        channels_per_unit = max(1, occurrences // size)
+        least = min(size, math.ceil((need.count - certain) / channels_per_unit))
+        certain += least * channels_per_unit
+        yield name, least

@@ -1,0 +1,274 @@
+"""Confirm a graph by trial cuts: repair the code that does not adapt, freeze what cannot be cut.
+
+The steps, each until trial cuts show no mismatch:
+
+1. Code that selects channels by position (`x[:, :8]`) is captured, or its channels freeze.
+2. Code that does not adapt to fewer channels is repaired (`repairs.py`), or its channels freeze.
+3. Code that branches on a number of channels is captured, or these channels freeze.
+4. Groups are closed entirely; where the model does not run then, they keep a channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from torch import nn
+
+from ..channels.graph import FROZEN, Graph
+from ..tracing.tape import Op
+from .inspection import Inspection
+from .repairs import PLANS, repair, with_captured_class
+from .tape_comparison import Mismatch
+from .trial_cuts import TrialCuts, closing_plan, trial_plan
+from .width_decisions import WidthReader
+
+_ATTEMPTS = 60  # repairs in one step, after which groups are tested one by one
+
+
+def confirm(inspection: Inspection, compare_outputs: bool) -> Graph:
+    """Inspect the model until trial cuts confirm every prunable group.
+
+    Args:
+        inspection: The model and what is known about it; findings are added to it.
+        compare_outputs: Compare the outputs of trial cuts too, not only their operations.
+    """
+    graph = inspection.inspect()
+    if not graph.prunable:
+        return graph
+    trial = TrialCuts(inspection.model, inspection.example)
+    if graph.layout.channel_counts:
+        graph = _capture_channel_counts(inspection, graph)
+    graph = _confirm_cuts(inspection, graph, trial)
+    graph = _confirm_decisions(inspection, graph, trial)
+    if graph.prunable and compare_outputs:
+        half = trial_plan(graph, 0)
+        if trial.mismatch(graph, half, compare_outputs=True):
+            graph = _freeze_one_by_one(inspection, graph, trial)
+    return _confirm_closing(inspection, graph, trial, compare_outputs)
+
+
+def _freeze(inspection: Inspection, names: Iterable[str], why: str) -> Graph:
+    """Freeze groups for a reason and inspect again."""
+    inspection.frozen.update(dict.fromkeys(names, why))
+    return inspection.inspect()
+
+
+# --- 1. code that selects channels by position ----------------------------------------------------
+
+
+def _capture_channel_counts(inspection: Inspection, graph: Graph) -> Graph:
+    """Capture code that selects channels by position (slices, splits, pads), or freeze these.
+
+    A trial cut proves nothing here: positions beyond the end of a cut axis are no error in torch.
+    `nn.MultiheadAttention` needs neither, as a cut replaces it by a layer of this library.
+    """
+    replaced = {
+        path for path, module in inspection.modules.items() if type(module) is nn.MultiheadAttention
+    }
+    counting = (op.module for op in graph.layout.channel_counts)
+    inspection.rewrite(path for path in counting if path not in replaced)
+    graph = inspection.inspect()
+    owners = graph.owners
+    for op, units in graph.layout.channel_counts.items():
+        if op.module not in inspection.rewritten and op.module not in replaced:
+            why = (
+                f"{op.name} selects channels by position in {op.where}"
+                f"{inspection.refusal(op.module)}; use separate layers, or equal parts (chunk)"
+            )
+            for unit in set(units.flatten().tolist()) - {FROZEN}:
+                inspection.frozen[owners[unit]] = why
+    return inspection.inspect() if inspection.frozen else graph
+
+
+# --- 2. code that does not adapt ------------------------------------------------------------------
+
+
+def _confirm_cuts(inspection: Inspection, graph: Graph, trial: TrialCuts) -> Graph:
+    """Repair or freeze until no trial cut shows a mismatch."""
+    for _ in range(_ATTEMPTS):
+        found = _first_mismatch(inspection, graph, trial)
+        if found is None:
+            return graph
+        changed = (
+            (found.hint and repair(inspection, graph, trial, replace(found, op=found.hint)))
+            or (found.op and repair(inspection, graph, trial, found))
+            or _freeze_passing(inspection, graph, found)
+        )
+        if not changed:
+            break
+        graph = changed
+    return _freeze_one_by_one(inspection, graph, trial)
+
+
+def _first_mismatch(inspection: Inspection, graph: Graph, trial: TrialCuts) -> Mismatch | None:
+    """Try every plan in one mode, in turns; after a mismatch, in both modes."""
+    for turn, seed in enumerate(sorted(inspection.seeds) if graph.prunable else ()):
+        plan = trial_plan(graph, seed)
+        found = trial.mismatch(graph, plan, mode=turn % 2) and trial.mismatch(graph, plan)
+        if found is not None:
+            return replace(found, seed=seed)
+    return None
+
+
+def _freeze_passing(inspection: Inspection, graph: Graph, found: Mismatch) -> Graph | None:
+    """Freeze the channels that pass the line of the mismatch, or else its whole module."""
+    names = _passing(inspection, graph, found) or _passing(
+        inspection, graph, found, anywhere_in_module=True
+    )
+    if not names:
+        return None
+    return _freeze(inspection, names, _does_not_adapt(inspection, found))
+
+
+def _does_not_adapt(inspection: Inspection, found: Mismatch) -> str:
+    """Return the reason of groups that such code freezes, with what the user can do."""
+    remedy = (
+        "make that line work with any number of channels"
+        if found.op
+        else "make the code work with any number of channels, or correct the rule if you gave one"
+    )
+    where = f"{found}{_refusal(inspection, found)}"
+    return f"the model's code does not adapt to fewer channels: {where}; {remedy}"
+
+
+def _refusal(inspection: Inspection, found: Mismatch) -> str:
+    """Return that the module of a mismatch cannot be rewritten, if that is so."""
+    return inspection.refusal(found.op.module) if found.op else ""
+
+
+def _passing(
+    inspection: Inspection, graph: Graph, found: Mismatch, anywhere_in_module: bool = False
+) -> list[str]:
+    """Return the prunable groups that pass the line of a mismatch, or its module.
+
+    All modules of the same class count: they run the same line.
+    """
+    if found.op is None:
+        return []
+    owners, units = graph.owners, set[int]()
+    for path in inspection.same_class(found.op.module):
+        for op in graph.ops_in(path):
+            if anywhere_in_module or op.line == found.op.line:
+                units |= _prunable_units(graph, op)
+    return list(dict.fromkeys(owners[unit] for unit in sorted(units)))
+
+
+def _prunable_units(graph: Graph, op: Op) -> set[int]:
+    """Return the prunable units in the inputs and outputs of an operation."""
+    layers = [layer for value in op.tensors() for layer in graph.values.get(value, [])]
+    return {unit for layer in layers for unit in layer.unique().tolist()} - {FROZEN}
+
+
+def _freeze_one_by_one(inspection: Inspection, graph: Graph, trial: TrialCuts) -> Graph:
+    """Freeze every group that cannot be cut alone, and all groups if that is not enough.
+
+    This is the last resort, when a mismatch cannot be traced to a line of code.
+    """
+    plan = trial_plan(graph, 0)
+    for name in graph.prunable:
+        alone = trial.mismatch(graph, {name: plan[name]}, compare_outputs=True)
+        if alone:
+            inspection.frozen[name] = _does_not_adapt(inspection, alone)
+    graph = inspection.inspect()
+    if not graph.prunable:
+        return graph
+    rest = trial.mismatch(graph, trial_plan(graph, 0), compare_outputs=True)
+    if rest:
+        why = (
+            f"a trial cut of all prunable groups together is not exact: {rest}; name the modules "
+            f"in question in keep to prune the others"
+        )
+        graph = _freeze(inspection, graph.prunable, why)
+    return graph
+
+
+# --- 3. code that branches on a number of channels ------------------------------------------------
+
+
+def _confirm_decisions(inspection: Inspection, graph: Graph, trial: TrialCuts) -> Graph:
+    """Capture code that compares widths, with the branch it takes now, or freeze these widths.
+
+    Code that rounds a width is tried with further plans, in which the result differs.
+    """
+    for _ in range(_ATTEMPTS):
+        plans = [trial_plan(graph, seed) for seed in range(PLANS)]
+        reader = WidthReader(inspection.model, graph, plans)
+        found = next(reader.changing(), None)
+        if found is None:
+            more = {min(seeds) for seeds in reader.telling() if inspection.seeds.isdisjoint(seeds)}
+            inspection.seeds |= more
+            return _confirm_cuts(inspection, graph, trial) if more else graph
+        new = with_captured_class(inspection, graph, found.module)
+        if new is None:
+            why = (
+                f"the code decides by the number of channels in {found.where}"
+                f"{inspection.refusal(found.module)}; decide by an attribute set in __init__"
+            )
+            new = _freeze(inspection, reader.groups(found), why)
+        graph = _confirm_cuts(inspection, new, trial)
+    return _freeze_one_by_one(inspection, graph, trial)
+
+
+# --- 4. groups that close entirely ----------------------------------------------------------------
+
+
+def _confirm_closing(
+    inspection: Inspection, graph: Graph, trial: TrialCuts, compare_outputs: bool
+) -> Graph:
+    """Find the groups that can close entirely; the others keep a channel.
+
+    Pooling layers, for example, refuse to run on no channels, unless the code around them is
+    captured.
+    """
+    known = len(inspection.must_keep)
+    for _ in range(_ATTEMPTS):
+        found = _closing_mismatch(graph, trial, compare_outputs)
+        if not found:
+            break
+        better = _capture_to_close(inspection, graph, trial, found, compare_outputs)
+        if better:
+            graph = better
+            continue
+        before = len(inspection.must_keep)
+        graph = _keep_one_channel(inspection, graph, found)
+        if len(inspection.must_keep) == before:
+            why = (
+                f"keeps at least 1 channel, as a trial cut that closes whole groups fails: {found}"
+            )
+            for name in graph.prunable:
+                inspection.must_keep.setdefault(name, why)
+            break
+    return graph if len(inspection.must_keep) == known else inspection.inspect()
+
+
+def _closing_mismatch(graph: Graph, trial: TrialCuts, compare_outputs: bool) -> Mismatch | None:
+    """Close every group without a minimum in a copy; return the first mismatch, or None."""
+    if not graph.prunable:
+        return None
+    return trial.mismatch(graph, closing_plan(graph), compare_outputs=compare_outputs)
+
+
+def _capture_to_close(
+    inspection: Inspection, graph: Graph, trial: TrialCuts, found: Mismatch, compare_outputs: bool
+) -> Graph | None:
+    """Capture the code that fails on no channels; return the new graph if that gets further."""
+    before = inspection.rewritten
+    new = with_captured_class(inspection, graph, found.op.module) if found.op else None
+    if new is None:
+        return None
+    further = _closing_mismatch(new, trial, compare_outputs)
+    if not further or further.index > found.index:
+        return new
+    inspection.set_rewritten(before)
+    return None
+
+
+def _keep_one_channel(inspection: Inspection, graph: Graph, found: Mismatch) -> Graph:
+    """Let the groups that pass the line of the mismatch keep a channel."""
+    names = _passing(inspection, graph, found)
+    closable = [name for name in names if not graph.groups[name].minimum]
+    refusal = _refusal(inspection, found)
+    why = f"keeps at least 1 channel, as the model's code needs one: {found}{refusal}"
+    inspection.must_keep.update(dict.fromkeys(closable, why))
+    return graph.with_minimum(dict.fromkeys(closable, 1))

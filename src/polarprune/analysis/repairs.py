@@ -1,0 +1,144 @@
+"""Repair code that does not adapt to fewer channels: resize attributes, or capture the forward.
+
+When a trial cut fails in a module, there are two repairs. An integer attribute of the module (the
+number of heads, a split size) may have to follow a width. Otherwise the forward of the module is
+captured as a graph, whose constants are computed for every cut. A repair is kept only if the same
+trial cut gets further with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from ..channels.graph import Graph, Location
+from ..errors import PruneError
+from .inspection import Inspection
+from .tape_comparison import Mismatch
+from .trial_cuts import TrialCuts, trial_plan
+
+PLANS = 16  # plans that are computed, without running the model, to tell widths apart
+Option = tuple[str, Location, set[int]]  # attribute, the width it may follow, seeds that tell
+
+
+def repair(inspection: Inspection, graph: Graph, trial: TrialCuts, found: Mismatch) -> Graph | None:
+    """Repair the module in which a mismatch occurs; return the new graph, or None."""
+    return _resize_attributes(inspection, graph, trial, found) or _capture(
+        inspection, graph, trial, found
+    )
+
+
+def _gets_further(
+    graph: Graph, trial: TrialCuts, before: Mismatch, more_seeds: Iterable[int] = ()
+) -> bool:
+    """Return True if the trial cut gets further than before, and so do those of other seeds."""
+    for seed in (before.seed, *more_seeds):
+        found = trial.mismatch(graph, trial_plan(graph, seed))
+        if found is not None and (found.op is None or found.index <= before.index):
+            return False
+    return True
+
+
+# --- attributes that follow a width ---------------------------------------------------------------
+
+
+def _resize_attributes(
+    inspection: Inspection, graph: Graph, trial: TrialCuts, found: Mismatch
+) -> Graph | None:
+    """Let an integer attribute of the module, such as the number of heads, follow a width.
+
+    Each option is tried alone, then all of them together.
+    """
+    assert found.op is not None
+    path = found.op.module
+    if path in inspection.rewritten or isinstance(inspection.modules[path], (nn.Linear, _ConvNd)):
+        return None  # layers of torch are resized with their weights anyway
+    before, seeds = inspection.size_attributes, inspection.seeds
+    mine, alike = before.get(path, {}), _alike(inspection, graph, path)
+    options = _options(inspection, graph, path, mine)
+    for tried in [*([option] for option in options), options]:
+        locations = {**mine, **{name: location for name, location, _ in tried}}
+        inspection.size_attributes = {**before, **dict.fromkeys(alike, locations)}
+        telling = set().union(*(telling for _, _, telling in tried))
+        graph = graph.with_size_attributes(inspection.followed_attributes())
+        if tried and _gets_further(graph, trial, found, telling):
+            inspection.seeds = seeds | telling
+            return graph
+    inspection.size_attributes = before
+    return None
+
+
+def _options(
+    inspection: Inspection, graph: Graph, path: str, taken: dict[str, Location]
+) -> list[Option]:
+    """Return the integer attributes of a module, each with every width that it may follow."""
+    return [
+        (name, location, telling)
+        for name, value in vars(inspection.modules[path]).items()
+        if type(value) is int and value > 1 and name not in taken
+        for location, telling in _distinct_widths(graph, path, value)
+    ]
+
+
+def _alike(inspection: Inspection, graph: Graph, path: str) -> list[str]:
+    """Return the modules of the same class that perform the same operations."""
+
+    def form(other: str) -> list[tuple[str, list[int]]]:
+        ops = graph.ops_in(other)
+        return [(op.name, [len(value.shape) for value in op.tensors()]) for op in ops]
+
+    return [other for other in inspection.same_class(path) if form(other) == form(path)]
+
+
+def _distinct_widths(graph: Graph, path: str, size: int) -> list[tuple[Location, set[int]]]:
+    """Return locations in a module that have this size now but shrink differently.
+
+    Each comes with the seeds of plans that tell it from the others: for each other location the
+    first plan that leaves different widths at the two.
+    """
+    plans: list[Tensor] = [
+        graph.settle(graph.alive(trial_plan(graph, seed))) for seed in range(PLANS)
+    ]
+    found: dict[tuple[int, ...], Location] = {}
+    for location in graph.layout.locations(path, size):
+        widths = tuple(graph.width(path, location, alive) for alive in plans)
+        found.setdefault(widths, location)
+    return [
+        (location, {_first_difference(mine, other) for other in found if other != mine})
+        for mine, location in found.items()
+    ]
+
+
+def _first_difference(mine: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """Return the index at which two tuples differ first."""
+    return next(k for k, (a, b) in enumerate(zip(mine, other, strict=True)) if a != b)
+
+
+# --- captured forwards ----------------------------------------------------------------------------
+
+
+def _capture(
+    inspection: Inspection, graph: Graph, trial: TrialCuts, found: Mismatch
+) -> Graph | None:
+    """Capture the forward of the module; return the new graph if the trial gets further."""
+    assert found.op is not None
+    before = inspection.rewritten
+    new = with_captured_class(inspection, graph, found.op.module)
+    if new is not None and _gets_further(new, trial, found):
+        return new
+    inspection.set_rewritten(before)
+    return None
+
+
+def with_captured_class(inspection: Inspection, graph: Graph, module: str) -> Graph | None:
+    """Capture the forward of all modules of this one's class; return the new graph, or None."""
+    before = inspection.rewritten
+    used = (path for path in inspection.same_class(module) if graph.ops_in(path))
+    try:
+        if inspection.rewrite(used):
+            return inspection.inspect()
+    except PruneError:  # with captured forwards, the modules no longer fit together
+        inspection.set_rewritten(before)
+    return None
