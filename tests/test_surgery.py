@@ -14,8 +14,9 @@ import polarprune as pp
 from nets import NETS, BasicBlock, cbr, digits_resnet, head
 from polarprune.channels.graph import Graph
 from polarprune.cost.other_scores import magnitude_scores, plan_by_score, random_scores
-from polarprune.surgery.apply import cut_copy, write_recipe
+from polarprune.surgery.apply import cut_copy
 from polarprune.surgery.recipe import RECIPE, Recipe
+from polarprune.surgery.write_recipe import write_recipe
 from test_exact import VARIANTS, counted, difference, double, pruner_of, set_gates, traced
 
 Plan = dict[str, list[int]]

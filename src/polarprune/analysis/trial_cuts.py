@@ -19,11 +19,13 @@ from torch import Tensor, nn
 
 from ..channels.graph import Graph, Plan
 from ..errors import PruneError
+from ..gates.folding import fold
 from ..rewriting.resize import padding
-from ..surgery.apply import cut_copy, fold, mock_copy, write_recipe
+from ..surgery.apply import cut_copy, mock_copy
 from ..surgery.other_inputs import fresh_inputs
 from ..surgery.proof import StaysDouble, in_double, prove_equal
 from ..surgery.recipe import Recipe
+from ..surgery.write_recipe import write_recipe
 from ..tracing.recorder import attempt, record
 from ..tracing.tape import Example, Op, Tape, Value, copy_model
 

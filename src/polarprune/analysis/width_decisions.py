@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import nn
 
 from ..channels.graph import FROZEN, Graph, Plan
-from ..surgery.apply import write_recipe
 from ..surgery.recipe import Recipe
+from ..surgery.write_recipe import write_recipe
 from ..tracing.watched_sizes import AttributeOf, Decision, Expression, Leaf, SizeOf
 
 Read = Callable[[Leaf], int]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from ..surgery.apply import drop_hooks
+from .folding import drop_hooks
 from .gate import Gate, GatedWeight, gate_slope, gate_value
 
 LIMIT = 2**24  # elements of weights that are laid out

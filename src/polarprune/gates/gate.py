@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import PruneError
 from ..rewriting.weighted_norms import weight_of
-from ..surgery.apply import spread
+from .folding import spread
 
 ALPHA_START, EPS_START = 1.0, 0.1
 

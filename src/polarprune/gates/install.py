@@ -13,9 +13,9 @@ from ..errors import PruneError
 from ..rewriting.forward_weights import expose
 from ..rewriting.parametrizations import parametrized
 from ..rewriting.weighted_norms import open_encoders, weigh
-from ..surgery.apply import plain
 from ..surgery.proof import difference, in_double
 from ..tracing.tape import Example, named_tensors
+from .folding import plain
 from .fused import fuse_gates
 from .gate import ALPHA_START, Gate, GatedWeight, GateVector
 

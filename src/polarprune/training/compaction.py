@@ -20,8 +20,9 @@ from ..errors import PruneError
 from ..gates.gate import Gate
 from ..gates.install import insert_gates
 from ..rewriting.parametrizations import is_gated
-from ..surgery.apply import cut_copy, selected, write_recipe
+from ..surgery.apply import cut_copy, select_kept
 from ..surgery.recipe import RECIPE, Recipe
+from ..surgery.write_recipe import write_recipe
 from ..tracing.tape import copy_model, named_tensors
 
 
@@ -167,17 +168,17 @@ def cut(tensor: Tensor, kept: dict[int, Tensor], optimizers: Sequence[Optimizer]
     before = tensor.shape
     gradient = tensor.grad if tensor.is_leaf else None
     tensor.grad = None
-    new = selected(tensor.data, kept)
+    new = select_kept(tensor.data, kept)
     # autograd remembers the shape of a leaf as long as a loss of the step before is alive; a change
     # of type makes it forget
     tensor.data = new.to(torch.float16 if new.dtype != torch.float16 else torch.float32)
     tensor.data = new
     if gradient is not None:
-        tensor.grad = selected(gradient, kept)
+        tensor.grad = select_kept(gradient, kept)
     for state in [optimizer.state.get(tensor, {}) for optimizer in optimizers]:
         for key, value in state.items():
             if isinstance(value, Tensor) and value.shape == before:
-                state[key] = selected(value, kept)
+                state[key] = select_kept(value, kept)
 
 
 def _drop_parameters(optimizer: Optimizer, gone: set[int]) -> None:

@@ -18,13 +18,14 @@ from ..analysis.trace import changed, survey
 from ..channels.graph import Graph, Plan, plan_of
 from ..channels.propagation import Rule
 from ..cost.budget import Budget
-from ..cost.latency import Stopwatch
+from ..cost.stopwatch import Stopwatch
 from ..errors import PruneError
+from ..gates.folding import plain
 from ..gates.gate import Gate, gate_value
 from ..gates.install import install
 from ..report.report import Report
 from ..rewriting.forward_weights import without_computed_weights
-from ..surgery.apply import plain, shrink, warn_of_hooks
+from ..surgery.apply import shrink, warn_of_hooks
 from ..surgery.proof import check_macs, example_for, own_copy, prove_cut
 from ..tracing.tape import Example, clear_slots, copy_model, emptied, empty_slots
 from ..validation.arguments import (
@@ -250,7 +251,7 @@ class Pruner:
             alpha = self._settle(alpha)
         n = self.budget.widths(alpha)
         if self._watch is not None and not self.landed:
-            self._watch.look(n)
+            self._watch.time_if_changed(n)
         self._steer(alpha, n)
         self._record(alpha, n)
         if self._compacts and not self._given_up and self._pays():
