@@ -375,7 +375,7 @@ def net() -> tuple[nn.Module, Graph]:
         ({"4.2": [0]}, "plan: there is no open group '4.2'"),  # the output
         ({"1.conv1": [0, 6]}, "plan: group '1.conv1' has channels 0 to 5 only"),
         ({"1.conv1": [-1]}, "plan: group '1.conv1' has channels 0 to 5 only"),
-        ({"0.0": []}, "0.0: the plan keeps 0 channels, but at least 1 must stay"),
+        ({"0.0": []}, "0.0: the plan keeps 0 channels, but the group needs at least 1"),
         ({"2.conv2": [], "1.conv1": []}, "2.conv2: the plan keeps 0 channels"),
     ],
 )

@@ -398,7 +398,7 @@ PLANS: dict[str, tuple[Any, str]] = {
     "text": ({"0": "01"}, "plan: group '0' is given '01', where a list is wanted"),
     "a count": ({"0": 3}, "plan: group '0' is given 3, where a list is wanted"),
     "a table": ({"0": [[1]]}, r"plan: group '0' is given \[1\], …; give the indices"),
-    "nothing left": ({"0": []}, "0: the plan keeps 0 channels, but at least 1 must stay"),
+    "nothing left": ({"0": []}, "0: the plan keeps 0 channels, but the group needs at least 1"),
 }
 for name, (wrong, said) in PLANS.items():
     FRESH[f"shrink: the plan, {name}"] = (
