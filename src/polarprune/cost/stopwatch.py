@@ -125,13 +125,13 @@ class Stopwatch:
             self._correct(n, self._measured(n))
             self.last = predicted
 
-    def land(self, alpha: Tensor, effort: Tensor | None = None) -> Tensor:
+    def land(self, alpha: Tensor, importance: Tensor | None = None) -> Tensor:
         """Close gates until the budget is met, as `Budget.land` does, and time the result.
 
         Repeated until the latency model and the measurement agree.
         """
         for _ in range(_TRIES):
-            landed = self.budget.land(alpha, effort)
+            landed = self.budget.land(alpha, importance)
             n = self.budget.widths(landed)
             measured = self._measured(n)
             if abs(measured - self._predicted(n)) <= 0.015 * self.limit:

@@ -245,7 +245,7 @@ class Pruner:
         if self.limits and self.step_count >= self.schedule.deadline(self.steps):
             alpha = alpha if self.landed else self._land(alpha)
         elif self.lam is not None and self.step_count == self.steps:
-            self.budget.even_out(alpha)
+            self.budget.round_widths_down(alpha)
             self._stepper.put(alpha)
         if not self.schedule.reopens:
             alpha = self._settle(alpha)
