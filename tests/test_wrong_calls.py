@@ -520,7 +520,7 @@ for name, value in {
 }.items():
     FRESH[f"Gate: called, {name}"] = (
         lambda w, value=value: pp.Gate(3)(value),
-        "Gate: the input is .*; give a tensor of floating-point numbers with 3 channels along",
+        "Gate: the input is .*; give a floating-point tensor with 3 channels along",
     )
 
 # Schedule
