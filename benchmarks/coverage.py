@@ -65,7 +65,7 @@ def look(model: Any, example: Any, norms: bool) -> dict[str, Any]:
     import torch
 
     import polarprune as pp
-    from polarprune.surgery.apply import fold
+    from polarprune.gates.folding import fold
     from polarprune.surgery.proof import StaysDouble, count_macs, in_double, prove_equal
 
     spent: dict[str, float] = {}

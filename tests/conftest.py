@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import polarprune as pp
 from polarprune.channels.graph import Graph
-from polarprune.surgery.apply import fold
+from polarprune.gates.folding import fold
 
 torch.set_num_threads(1)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import polarprune as pp
 from polarprune.channels.graph import Graph, Plan
-from polarprune.surgery.apply import fold
+from polarprune.gates.folding import fold
 
 Body = Callable[[Any, Tensor], Any]
 

@@ -352,3 +352,35 @@ def test_heads_of_cross_attention_go(variant: str) -> None:
     others = torch.randn(3, 7, 5).double(), torch.randn(3, 2, 5).double()
     with torch.no_grad():
         assert torch.allclose(small(*others), model.eval()(*others), rtol=0, atol=1e-12)
+
+
+class Twice(nn.Module):
+    """One attention module under two names, or two modules that share a weight."""
+
+    def __init__(self, share: str) -> None:
+        super().__init__()
+        self.first = nn.MultiheadAttention(16, 4, batch_first=True)
+        self.second = self.first
+        if share == "weight":
+            self.second = nn.MultiheadAttention(16, 4, batch_first=True)
+            self.second.in_proj_weight = self.first.in_proj_weight
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for attention in (self.first, self.second):
+            x = x + attention(x, x, x, need_weights=False)[0]
+        return self.head(x)
+
+
+@pytest.mark.parametrize("share", ["module", "weight"])
+def test_attention_that_shares_its_weight_loses_the_same_heads_everywhere(share: str) -> None:
+    torch.manual_seed(0)
+    model, x = Twice(share).double(), torch.randn(2, 5, 16, dtype=torch.float64)
+    graph = pp.trace(model, x)
+    small = pp.shrink(model, graph, {"first": [0, 2]})
+    with torch.no_grad():
+        for attention in {model.first, model.second}:
+            attention.out_proj.weight[:, 4:8] = 0
+            attention.out_proj.weight[:, 12:] = 0
+    torch.testing.assert_close(small(x), model(x), rtol=1e-12, atol=1e-12)
+    assert small.first.num_heads == small.second.num_heads == 2

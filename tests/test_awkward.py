@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import polarprune as pp
 from nets import cbr, head, randomise
 from polarprune.channels.graph import Graph
-from polarprune.surgery.apply import fold
+from polarprune.gates.folding import fold
 from polarprune.surgery.proof import difference, outputs, prove_equal
 from test_exact import VARIANTS, counted, pruner_of, set_gates
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import polarprune as pp
-from polarprune.surgery.apply import fold
+from polarprune.gates.folding import fold
 
 X = torch.randn(2, 4, 20, dtype=torch.float64)
 

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_c
 import polarprune as pp
 from nets import NETS, cbr, randomise
 from polarprune.channels.graph import Graph, Group
-from polarprune.surgery.apply import plain
+from polarprune.gates.folding import plain
 
 OUTPUT = "part of the model's output"
 

@@ -184,7 +184,7 @@ def test_weights_that_change_with_the_mode_are_put_back_and_refused() -> None:
     model.double()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     pp.trace(model, X)
-    with pytest.raises(pp.PruneError, match="gates do not act in this model"):
+    with pytest.raises(pp.PruneError, match="gates have no effect in this model"):
         pp.Pruner(model, X, macs=0.5, steps=10)
     after = model.state_dict()
     assert list(before) == list(after)
@@ -231,7 +231,7 @@ def named() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"), [(Listed, "gates do not act"), (named, "gates cannot be put into")]
+    ("make", "said"), [(Listed, "gates have no effect"), (named, "gates cannot be installed in")]
 )
 def test_a_model_that_takes_no_gates_is_refused_unchanged(make: Any, said: str) -> None:
     model = make()

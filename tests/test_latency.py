@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 import polarprune as pp
 from nets import NETS, WHOLE_NETS, digits_resnet
-from polarprune.cost import latency
+from polarprune.cost import stopwatch
 from polarprune.cost.budget import Budget
 from polarprune.cost.latency import Latency, Terms
+from polarprune.cost.timing import ModuleTimer
 
 IMAGES = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -64,9 +65,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def wound_up(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Clock:
-    monkeypatch.setattr(latency, "take_turns", clock.take_turns)
+    monkeypatch.setattr(stopwatch, "take_turns", clock.take_turns)
     monkeypatch.setattr(
-        latency.Stopwatch, "_by_module", lambda self, m, names: clock.by_module(self, m, names)
+        stopwatch.Stopwatch, "_module_times", lambda self, m, names: clock.by_module(self, m, names)
     )
     return clock
 
@@ -102,7 +103,7 @@ def test_the_terms_add_up_to_the_macs_that_are_counted(name: str) -> None:
     rest = sum(op.macs for op in graph.tapes[0].ops if op not in known)
     for _ in range(3):
         n = torch.ceil(torch.rand(len(graph.prunable), generator=generator) * graph.cost.full)
-        macs, size = terms(terms.live(n), steps)
+        macs, size = terms(terms.lengths(n), steps)
         assert float(macs.sum()) + rest == pytest.approx(graph.cost.at(n)["macs"], rel=1e-9)
         assert bool((size >= 0).all()) and float(size.sum()) > 0
 
@@ -122,7 +123,7 @@ def test_stairs_are_found_in_times() -> None:
     rows[:, order] = times
     found.fit(widths, rows)
     assert float(found.steps[order[1]]) == 16
-    live = found.terms.live(widths)
+    live = found.terms.lengths(widths)
     assert torch.allclose(found.modules(live), rows, rtol=1e-6)
     assert float(found(graph.cost.full)) == pytest.approx(1e6)
 
@@ -272,10 +273,10 @@ class Slow(nn.Module):
 
 def test_time_goes_to_the_module_that_takes_it() -> None:
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Sequential(Slow(), nn.ReLU()), nn.Conv2d(4, 2, 3))
-    with latency._marks(model) as marks:
+    with ModuleTimer(model) as timer:
         model(IMAGES)
     spent: dict[str, float] = {}
-    for name, milliseconds in marks():
+    for name, milliseconds in timer.intervals():
         spent[name] = spent.get(name, 0.0) + milliseconds
     assert spent["1.0"] >= 20 and set(spent) == {"", "0", "1", "1.0", "1.1", "2"}
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -283,7 +284,7 @@ def test_time_goes_to_the_module_that_takes_it() -> None:
 
 def test_real_models_of_many_widths_are_timed() -> None:
     graph = pp.trace(net(), IMAGES)
-    watch = latency.Stopwatch(net(), graph, IMAGES, 0.9)
+    watch = stopwatch.Stopwatch(net(), graph, IMAGES, 0.9)
     watch.runs = 8
     found = watch._fitted(torch.ones_like(graph.cost.full), torch.ones(len(graph.prunable)))
     assert found.whole > 0 and bool((found.coefs >= 0).all())
@@ -303,20 +304,20 @@ def test_numbers_do_not_fade_in_a_model_that_was_not_trained() -> None:
             nn.init.uniform_(module.weight, -0.05, 0.05)
     x = torch.randn(4, 8, 6, 6)
     assert float(model.eval()(x).abs().max()) < 1e-30
-    settled = latency._in_working_order(copy.deepcopy(model), x)
+    settled = stopwatch._with_batch_statistics(copy.deepcopy(model), x)
     assert not settled.training and float(settled(x).abs().max()) > 1e-3
     tracked = [m.num_batches_tracked for m in model if isinstance(m, nn.BatchNorm2d)]
     assert not any(tracked)  # the user's own is as it was
     again = copy.deepcopy(settled)
-    latency._in_working_order(again, x)
+    stopwatch._with_batch_statistics(again, x)
     assert torch.equal(again[1].running_mean, settled[1].running_mean)  # trained ones stay
 
 
 def test_processes_agree_on_what_the_first_measured(tmp_path: Path) -> None:
-    assert latency._agreed(0.5) == 0.5
+    assert stopwatch._from_first_process(0.5) == 0.5
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        assert latency._agreed({"a": [1.5]}) == {"a": [1.5]}
+        assert stopwatch._from_first_process({"a": [1.5]}) == {"a": [1.5]}
     finally:
         torch.distributed.destroy_process_group()

@@ -14,8 +14,9 @@ import polarprune as pp
 from nets import NETS, BasicBlock, cbr, digits_resnet, head
 from polarprune.channels.graph import Graph
 from polarprune.cost.other_scores import magnitude_scores, plan_by_score, random_scores
-from polarprune.surgery.apply import cut_copy, write_recipe
+from polarprune.surgery.apply import cut_copy
 from polarprune.surgery.recipe import RECIPE, Recipe
+from polarprune.surgery.write_recipe import write_recipe
 from test_exact import VARIANTS, counted, difference, double, pruner_of, set_gates, traced
 
 Plan = dict[str, list[int]]
@@ -377,7 +378,7 @@ def net() -> tuple[nn.Module, Graph]:
         ({"4.2": [0]}, "plan: unknown or frozen group '4.2'"),  # the output
         ({"1.conv1": [0, 6]}, "plan: group '1.conv1' has 6 channels; use indices from 0 to 5"),
         ({"1.conv1": [-1]}, "plan: group '1.conv1' has 6 channels; use indices from 0 to 5"),
-        ({"0.0": []}, "0.0: the plan keeps 0 channels, but at least 1 must stay"),
+        ({"0.0": []}, "0.0: the plan keeps 0 channels, but the group needs at least 1"),
         ({"2.conv2": [], "1.conv1": []}, "2.conv2: the plan keeps 0 channels"),
     ],
 )

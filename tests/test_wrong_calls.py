@@ -410,7 +410,7 @@ PLANS: dict[str, tuple[Any, str]] = {
         {"0": [[1]]},
         r"plan: group '0' got \[1\], …; use the indices",
     ),
-    "nothing left": ({"0": []}, "0: the plan keeps 0 channels, but at least 1 must stay"),
+    "nothing left": ({"0": []}, "0: the plan keeps 0 channels, but the group needs at least 1"),
 }
 for name, (wrong, said) in PLANS.items():
     FRESH[f"shrink: the plan, {name}"] = (
@@ -532,7 +532,7 @@ for name, value in {
 }.items():
     FRESH[f"Gate: called, {name}"] = (
         lambda w, value=value: pp.Gate(3)(value),
-        "Gate: the input is .*; give a tensor of floating-point numbers with 3 channels along",
+        "Gate: the input is .*; give a floating-point tensor with 3 channels along",
     )
 
 # Schedule

@@ -19,6 +19,7 @@ from ..surgery.apply import cut_copy, fold, mock_copy, write_recipe
 from ..surgery.other_inputs import fresh_inputs
 from ..surgery.proof import StaysDouble, in_double, prove_equal
 from ..surgery.recipe import Recipe
+from ..surgery.write_recipe import write_recipe
 from ..tracing.recorder import attempt, record
 from ..tracing.tape import Example, Tape, copy_model
 from .tape_comparison import Mismatch, TapeComparison, replaced_modules

@@ -1,4 +1,20 @@
-"""The budget: what the limits are, what a channel costs, and which gates have to close for it.
+"""The budget: limits on resources, prices of channels, and the gates that must close.
+
+Widths and blocks. The widths n are the numbers of channels that each prunable group still has, in
+the order of `graph.prunable`. A group closes in blocks of `multiple` channels, so that all widths
+end on multiples. With `multiple_of=1` a block is one channel. Within a group, the channels of the
+least importance are in the first block. Importance is |α|, or what a gate is worth to the loss.
+
+Excess and prices. The excess of widths is the largest, over all resources, of share - limit, where
+a share is cost / original cost; the budget is met when it is at most 0. The price of a channel is
+what it costs at the present widths. Resources are weighted by how far each is above its limit.
+
+Order. Blocks close in the order of importance / price. Importance is multiplied here by original
+width / remaining width, so that a narrow group loses its last channels late.
+
+Landing. `land` closes blocks in that order until the excess is at most 0. It skips a block that
+would end the excess while smaller ones are left to close. The last block may save more than was
+missing; `WidthSearch` then gives channels back as long as they fit.
 
 All of this runs on the host, on a copy of α, every few steps.
 """
@@ -6,7 +22,6 @@ All of this runs on the host, on a copy of α, every few steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,27 +30,38 @@ from torch import Tensor
 from ..channels.graph import FROZEN, Graph
 from ..errors import PruneError
 from .resources import Cost, Part
+from .width_search import WidthSearch
 
-Felt = Callable[[Tensor], Tensor]
-_SOON = 4.0  # costliest blocks away from the budget, what will be closed is planned
-_NEAR = 0.005  # of the original: what may stay unused before blocks are exchanged for it
+_SOON = 4.0  # within this many of the costliest blocks of the budget, landing is planned
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """What can close next, in order: entries that close together (one, or `multiple_of`)."""
+    """The blocks that may close, in the order in which they should."""
 
-    group: Tensor
-    count: Tensor
-    key: Tensor  # effort / price, of the entry that takes most
-    member: Tensor  # for every entry of α the block it is in, or -1 if it has to stay
+    group: Tensor  # number of the group of each block
+    count: Tensor  # channels in each block
+    key: Tensor  # importance / price, where importance is that of the block's top channel
+    member: Tensor  # for every entry of α the number of its block, or -1 if it must not close
 
 
 class Budget:
-    """Limits on shares of the original cost, on a grid of allowed widths."""
+    """Limits on shares of the original cost, and the widths that are allowed.
+
+    Args:
+        graph: The traced model.
+        limits: Resource -> largest share of its original cost.
+        multiple_of: Every width has to be a multiple of this.
+
+    Attributes:
+        owner: For every entry of α, the number of its group.
+        multiple: For every group, how many of its units close at once.
+        minimum: For every group, the least allowed width.
+        is_coarse: Whether some blocks are larger than one unit.
+    """
 
     def __init__(self, graph: Graph, limits: dict[str, float], multiple_of: int = 1) -> None:
-        with torch.device("cpu"):  # whatever the user's default is
+        with torch.device("cpu"):  # whatever the user's default device is
             self._build(graph, limits, multiple_of)
 
     def _build(self, graph: Graph, limits: dict[str, float], multiple_of: int) -> None:
@@ -49,24 +75,29 @@ class Budget:
         least = torch.tensor([g.minimum for g in groups])
         blocks = torch.div(least + self.multiple - 1, self.multiple, rounding_mode="floor")
         self.minimum = torch.minimum(blocks * self.multiple, sizes)
-        narrow = sizes < self.multiple  # cannot be a multiple at all: whole, or nothing
+        # A group narrower than one multiple closes entirely or not at all.
+        narrow = sizes < self.multiple
         self.multiple = torch.where(narrow, sizes, self.multiple)
         self.minimum = torch.where(narrow, sizes * (self.minimum > 0), self.minimum)
         self.is_coarse = bool((self.multiple > 1).any())
 
     def add(self, key: str, part: Part) -> None:
-        """Another resource, which the limits speak of."""
+        """Add a resource to which the limits refer."""
         self.cost.parts[key] = part
         self.original[key] = max(self.cost.original()[key], 1)
 
+    # --- limits and prices ------------------------------------------------------------------------
+
     def excess(self, n: Tensor) -> Tensor:
-        """How far above its limit the worst resource is, as a share of the original."""
-        each = [self.cost.parts[key](n) / self.original[key] - limit
-                for key, limit in self.limits.items()]  # fmt: skip
-        return torch.stack(each).amax(0)
+        """Return how far above its limit the worst resource is, as a share of the original.
+
+        Takes one set of widths, or one in each row.
+        """
+        shares = {key: self.cost.parts[key](n) / self.original[key] for key in self.limits}
+        return torch.stack([shares[key] - limit for key, limit in self.limits.items()]).amax(0)
 
     def weights(self, n: Tensor) -> dict[str, float]:
-        """How much each resource counts in the price: by how far it is from its limit."""
+        """Return the weight of each resource in the price: how far it is above its limit."""
         gaps = {
             key: max(float(self.cost.parts[key](n)) / self.original[key] - limit, 0.0)
             for key, limit in self.limits.items()
@@ -77,7 +108,7 @@ class Budget:
         return {key: gap / total for key, gap in gaps.items()}
 
     def combined(self, n: Tensor) -> tuple[Tensor, Tensor]:
-        """Q and b of the weighted, normalised resources: the prices that the gates feel."""
+        """Return Q and b of the price Qn + b, over all resources with their weights."""
         q = torch.zeros_like(self.cost.parts["macs"].q)
         b = torch.zeros_like(self.cost.parts["macs"].b)
         for key, weight in self.weights(n).items():
@@ -86,8 +117,13 @@ class Budget:
             b = b + own_b * (weight / self.original[key])
         return q, b
 
+    def price(self, n: Tensor) -> Tensor:
+        """Return the price of a channel of each group at widths `n`."""
+        q, b = self.combined(n)
+        return (q @ n + b).clamp_min(1e-12)
+
     def check_reachable(self) -> None:
-        """Refuse a budget that no choice of widths can meet."""
+        """Raise a `PruneError` if no allowed widths meet the budget."""
         n = self.lowest_widths()
         lowest = {key: float(self.cost.parts[key](n)) / self.original[key] for key in self.limits}
         bad = [
@@ -97,66 +133,77 @@ class Budget:
         ]
         if bad:
             raise PruneError(
-                f"budget out of reach: {', '.join(bad)}. What the rest costs cannot be removed "
-                f"from this model; set a higher budget, a smaller multiple_of or fewer keep=[...]."
+                f"budget out of reach: {', '.join(bad)}. The rest of this model cannot be removed; "
+                f"set a higher budget, a smaller multiple_of or fewer keep=[...]."
             )
 
+    # --- widths and blocks ------------------------------------------------------------------------
+
     def lowest_widths(self) -> Tensor:
+        """Return the least allowed width of every group."""
         return self.minimum.double()
 
     def widths(self, alpha: Tensor) -> Tensor:
+        """Return how many gates of each group are not closed."""
         return torch.bincount(self.owner[alpha != 0], minlength=len(self.minimum)).double()
 
-    def price(self, n: Tensor) -> Tensor:
-        """What one more channel of each group costs, as the gates feel it."""
-        q, b = self.combined(n)
-        return (q @ n + b).clamp_min(1e-12)
-
-    def blocks(self, alpha: Tensor, effort: Tensor | None = None) -> Blocks:
-        """Live entries in blocks, those first that take the least effort (by default |α|) for what
-        they save; within a group, the least effort."""
+    def blocks(self, alpha: Tensor, importance: Tensor | None = None) -> Blocks:
+        """Return the blocks that may close, in order; importance is |α| by default."""
         with torch.device("cpu"):
-            return self._sort(alpha, alpha.abs().double() if effort is None else effort)
+            return self._sort(alpha, _importance(alpha, importance))
 
-    def _sort(self, alpha: Tensor, effort: Tensor) -> Blocks:
+    def _sort(self, alpha: Tensor, importance: Tensor) -> Blocks:
         n = self.widths(alpha).long()
-        price = self.price(n.double())
-        order, owner = self._ordered(alpha, effort)
-        first = torch.cumsum(n, 0) - n
-        rank = torch.arange(len(order)) - first[owner]
-        # the first block takes what is over a multiple, the others a multiple each
-        shift = (self.multiple - n % self.multiple) % self.multiple
-        number = torch.div(rank + shift[owner], self.multiple[owner], rounding_mode="floor")
-        may = n[owner] - self.minimum[owner]
-        closes = rank < may
-        scarce = self.cost.full[owner] / (n[owner] - rank)  # the fewer are left, the dearer
-        identity = torch.stack([owner, number])[:, closes]
-        found, inverse, count = identity.unique(dim=1, return_inverse=True, return_counts=True)
-        top = torch.zeros(found.shape[1], dtype=torch.float64)
-        felt = (effort[order] * scarce)[closes]
-        top = top.scatter_reduce(0, inverse, felt, "amax", include_self=False)
-        key = top / price[found[0]]
+        order, owner, rank = self._ranked(alpha, importance)
+        closes = rank < (n - self.minimum)[owner]
+        order, owner, rank = order[closes], owner[closes], rank[closes]
+        # Groups and ranks ascend, so equal blocks are adjacent and need no sorting. A block is one
+        # integer here: group · entries + number in the group.
+        number = self._block_number(n, owner, rank)
+        packed = owner * (len(self.owner) + 1) + number
+        found, inverse, count = packed.unique_consecutive(return_inverse=True, return_counts=True)
+        group = torch.div(found, len(self.owner) + 1, rounding_mode="floor")
+        scarcity = self.cost.full[owner] / (n[owner] - rank)  # grows as few channels are left
+        top = torch.zeros(len(found), dtype=torch.float64)
+        top = top.scatter_reduce(
+            0, inverse, importance[order] * scarcity, "amax", include_self=False
+        )
+        key = top / self.price(n.double())[group]
         ranking = key.argsort(stable=True)
-        place = torch.empty_like(ranking)
-        place[ranking] = torch.arange(len(ranking))
+        position = torch.empty_like(ranking)
+        position[ranking] = torch.arange(len(ranking))
         member = torch.full_like(self.owner, FROZEN)
-        member[order[closes]] = place[inverse]
-        return Blocks(found[0][ranking], count[ranking], key[ranking], member)
+        member[order] = position[inverse]
+        return Blocks(group[ranking], count[ranking], key[ranking], member)
 
-    def _ordered(self, alpha: Tensor, effort: Tensor) -> tuple[Tensor, Tensor]:
-        """The live entries, group after group, in each the least effort first; and their groups."""
+    def _block_number(self, n: Tensor, owner: Tensor, rank: Tensor) -> Tensor:
+        """Return the number, in its group, of the block of the channel with this rank.
+
+        The first block of a group has the channels above a multiple, every other one a multiple.
+        """
+        shift = (self.multiple - n % self.multiple) % self.multiple
+        return torch.div(rank + shift[owner], self.multiple[owner], rounding_mode="floor")
+
+    def _ranked(self, alpha: Tensor, importance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Sort the entries of α that are not closed by group, then by importance.
+
+        Returns:
+            Their indices, their groups, and their ranks in their groups (0: least important).
+        """
         live = (alpha != 0).nonzero().flatten()
-        order = live[effort[live].argsort(stable=True)]
+        order = live[importance[live].argsort(stable=True)]
         order = order[self.owner[order].argsort(stable=True)]
-        return order, self.owner[order]
+        owner, n = self.owner[order], self.widths(alpha).long()
+        first = torch.cumsum(n, 0) - n
+        return order, owner, torch.arange(len(order), device="cpu") - first[owner]
 
     def after(self, n: Tensor, blocks: Blocks, k: int) -> Tensor:
-        """Widths when the first k blocks have closed."""
+        """Return the widths when the first `k` blocks are closed."""
         gone = torch.zeros_like(n).index_add(0, blocks.group[:k], blocks.count[:k].double())
         return n - gone
 
     def needed(self, n: Tensor, blocks: Blocks, target: float) -> int:
-        """How many blocks have to close, in order, for the excess to come down to `target`."""
+        """Return how many blocks have to close, in order, for an excess of at most `target`."""
         low, high = 0, len(blocks.group)
         while low < high:
             middle = (low + high) // 2
@@ -166,122 +213,69 @@ class Budget:
                 low = middle + 1
         return low
 
-    def planned(self, alpha: Tensor, effort: Tensor) -> Tensor:
-        """What landing would close, as far as can be told now: as a mask.
+    # --- landing ----------------------------------------------------------------------------------
 
-        Where blocks are large, only this may close before: the last block may save more than is
-        missing, and then others need not close, but what is closed cannot be put back.
+    def land(self, alpha: Tensor, importance: Tensor | None = None) -> Tensor:
+        """Return α with as many gates closed as the budget needs, as close to it as blocks allow.
+
+        No block that is closed here would fit into the budget.
+        """
+        before, alpha = alpha, alpha.clone()
+        self.round_widths_down(alpha, importance)
+        while float(self.excess(self.widths(alpha))) > 0:
+            blocks = self.blocks(alpha, importance)
+            if not len(blocks.group):
+                raise PruneError(
+                    "the budget cannot be met: every group is at its minimum. Set a higher budget."
+                )
+            for block in self._next_to_close(self.widths(alpha), blocks):
+                alpha[blocks.member == block] = 0
+        return self._use_what_is_left(before, alpha, importance)
+
+    def planned(self, alpha: Tensor, importance: Tensor) -> Tensor:
+        """Return a mask of the gates that landing would close, as far as it is known now.
+
+        Where blocks are large, only these may close before landing. The last block may save more
+        than is missing, so that others need not close, but a closed gate cannot be restored.
         """
         n = self.widths(alpha)
-        if float(self.excess(n)) > _SOON * self._largest(n):
+        if float(self.excess(n)) > _SOON * self._largest_saving(n):
             return torch.ones_like(alpha, dtype=torch.bool)
-        even = alpha.clone()  # what has begun to close will go
-        self.even_out(even, effort)
-        blocks = self.blocks(even, effort)
-        needed = self.needed(self.widths(even), blocks, 0.0)
+        rounded = alpha.clone()
+        self.round_widths_down(rounded, importance)
+        blocks = self.blocks(rounded, importance)
+        needed = self.needed(self.widths(rounded), blocks, 0.0)
         closed = (blocks.member >= 0) & (blocks.member < needed)
-        return self._filled(even, torch.where(closed, 0, even), effort) == 0
+        landed = self._use_what_is_left(rounded, torch.where(closed, 0, rounded), importance)
+        return landed == 0
 
-    def _largest(self, n: Tensor) -> float:
-        """What the costliest block saves, where blocks are more than one channel."""
+    def round_widths_down(self, alpha: Tensor, importance: Tensor | None = None) -> None:
+        """Close the least important gates above a multiple, in place.
+
+        A group that would fall below its minimum keeps its width.
+        """
+        n = self.widths(alpha).long()
+        over = n % self.multiple
+        over[n - over < self.minimum] = 0
+        order, owner, rank = self._ranked(alpha, _importance(alpha, importance))
+        alpha[order[rank < over[owner]]] = 0
+
+    def _largest_saving(self, n: Tensor) -> float:
+        """Return what the costliest block saves, of blocks with more than one unit."""
         fewer = n - torch.diag(torch.minimum(self.multiple.double(), n))
         saved = self.excess(n) - self.excess(fewer)
         return float((saved * (self.multiple > 1)).max())
 
-    def land(self, alpha: Tensor, effort: Tensor | None = None) -> Tensor:
-        """Close what is still needed, in order, as close to the budget as blocks allow.
+    def _next_to_close(self, n: Tensor, blocks: Blocks) -> list[int]:
+        """Return blocks to close in order while the excess stays positive.
 
-        Nothing that was live before and is closed now would fit under the budget.
-        """
-        before, alpha = alpha, alpha.clone()
-        self.even_out(alpha, effort)
-        while float(self.excess(self.widths(alpha))) > 0:
-            blocks = self.blocks(alpha, effort)
-            if not len(blocks.group):
-                raise PruneError("the budget cannot be met with the gates that are left")
-            for block in self._affordable(self.widths(alpha), blocks):
-                alpha[blocks.member == block] = 0
-        return self._filled(before, alpha, effort)
-
-    def _filled(self, before: Tensor, alpha: Tensor, effort: Tensor | None = None) -> Tensor:
-        """Put back of what was live before as much as fits, or something else that leaves less.
-
-        Within a group those with the least effort close first, so widths say it all.
-        """
-        ranking = before.abs().double() if effort is None else effort
-        places, owner = self._ordered(before, ranking)
-        most = self.widths(before)
-        first = torch.cumsum(most, 0) - most
-
-        def felt(n: Tensor) -> Tensor:
-            """The effort that it took to close the block that each group lost last."""
-            last = (first + (most - n - 1).clamp_min(0)).long().clamp_max(len(places) - 1)
-            return ranking[places[last]]
-
-        n = self._exchanged(self._put_back(self.widths(alpha), most, felt), most, felt)
-        rank = torch.arange(len(places), device="cpu") - first[owner]
-        kept = places[rank >= (most - n)[owner]]
-        return torch.zeros_like(before).index_copy(0, kept, before[kept])
-
-    def _put_back(self, n: Tensor, most: Tensor, felt: Felt) -> Tensor:
-        """Widen one block after another that the budget has room for, most effort first.
-
-        The block that ended the excess may have saved so much that others need not have closed.
-        """
-        blocks = torch.diag(self.multiple.double())
-        while True:
-            fits = (self.excess(n + blocks) <= 0) & (n + self.multiple <= most)
-            if not bool(fits.any()):
-                return n
-            n = n + blocks[int(torch.where(fits, felt(n), -1.0).argmax())]
-
-    def _exchanged(self, n: Tensor, most: Tensor, felt: Felt) -> Tensor:
-        """Where blocks are large: put one back and close others, if that leaves less unused."""
-        blocks = torch.diag(self.multiple.double())
-        excess = float(self.excess(n))
-        while excess < -_NEAR:
-            closed = (n + self.multiple <= most).nonzero().flatten().tolist()
-            trials = [self._narrowed(n + blocks[group], group, felt) for group in closed]
-            found = [self._put_back(trial, most, felt) for trial in trials if trial is not None]
-            left = [float(self.excess(trial)) for trial in found]
-            if not left or max(left) < excess + _NEAR / 2:
-                break
-            n, excess = found[left.index(max(left))], max(left)
-        return n
-
-    def _narrowed(self, n: Tensor, stays: int, felt: Felt) -> Tensor | None:
-        """Close blocks of other groups until the budget is met; at last the one that is missing."""
-        blocks = torch.diag(self.multiple.double())
-        while (now := float(self.excess(n))) > 0:
-            may = n - self.multiple >= self.minimum
-            may[stays] = False
-            if not bool(may.any()):
-                return None
-            excess = self.excess(n - blocks)
-            fits = may & (excess <= 0)
-            effort = felt(n - self.multiple) / (now - excess).clamp_min(1e-12)
-            least = torch.where(fits, excess, -math.inf).argmax()
-            n = n - blocks[int(least if bool(fits.any()) else effort.where(may, math.inf).argmin())]
-        return n
-
-    def even_out(self, alpha: Tensor, effort: Tensor | None = None) -> None:
-        """Widths that are not yet a multiple lose the entries that take the least effort."""
-        n = self.widths(alpha).long()
-        over = n % self.multiple
-        over[n - over < self.minimum] = 0
-        places, owner = self._ordered(alpha, alpha.abs().double() if effort is None else effort)
-        rank = torch.arange(len(places), device="cpu") - (torch.cumsum(n, 0) - n)[owner]
-        alpha[places[rank < over[owner]]] = 0
-
-    def _affordable(self, n: Tensor, blocks: Blocks) -> list[int]:
-        """Blocks to close in order, as long as the excess stays; if none, those that end it.
-
-        Time goes down in stairs: what saves nothing by itself closes only with what does.
+        If every block would end the excess, return the one that leaves the least unused. Latency
+        falls in steps: a block that saves nothing closes only together with one that does.
         """
         chosen: list[int] = []
         best, least, now = [0], -math.inf, float(self.excess(n))
-        waiting: dict[int, list[int]] = {}  # of a group: nothing saved yet
-        done = set()
+        waiting: dict[int, list[int]] = {}  # group -> blocks that save nothing yet
+        done = set()  # groups whose next block would end the excess
         for block, group in enumerate(blocks.group.tolist()):
             if group in done:
                 continue
@@ -300,9 +294,35 @@ class Budget:
                     best, least = mine, excess
         return chosen or best
 
+    def _use_what_is_left(
+        self, before: Tensor, alpha: Tensor, importance: Tensor | None = None
+    ) -> Tensor:
+        """Return α with gates of `before` restored, so that little of the budget stays unused.
+
+        Within a group the least important gates close first, so the widths determine the result.
+        """
+        importance = _importance(before, importance)
+        order, owner, rank = self._ranked(before, importance)
+        most = self.widths(before)
+        first = torch.cumsum(most, 0) - most
+
+        def importance_of_last_closed(n: Tensor) -> Tensor:
+            last = (first + (most - n - 1).clamp_min(0)).long().clamp_max(len(order) - 1)
+            return importance[order[last]]
+
+        search = WidthSearch(self, most, importance_of_last_closed)
+        n = search.swap(search.widen(self.widths(alpha)))
+        kept = order[rank >= (most - n)[owner]]
+        return torch.zeros_like(before).index_copy(0, kept, before[kept])
+
+
+def _importance(alpha: Tensor, importance: Tensor | None) -> Tensor:
+    """Return the given importance, or |α|."""
+    return alpha.abs().double() if importance is None else importance
+
 
 def _multiples(graph: Graph, multiple_of: int) -> Tensor:
-    """How many units of each group make up a multiple, where a unit is several channels."""
+    """Return for each group how many units make up a multiple; a unit may be several channels."""
     found = dict.fromkeys(graph.prunable, 1)
     groups = list(graph.prunable.values())
     for axes in graph.axes.values():

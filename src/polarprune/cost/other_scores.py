@@ -63,18 +63,22 @@ class UnitNorms:
     """
 
     def __init__(self, model: nn.Module, units: int, axes: dict[str, dict[int, Tensor]]) -> None:
-        found = [(p, list(axes[name].items())) for name, p in model.named_parameters()
-                 if axes.get(name)]  # fmt: skip
+        found = [
+            (p, list(axes[name].items())) for name, p in model.named_parameters() if axes.get(name)
+        ]
         self.tensors: list[Tensor] = [tensor for tensor, _ in found]
         self.units = units
         self.slots = [  # `units` itself: none
-            torch.cat([
-                _of_each(tensor, *own[k], units) if k < len(own)
-                else torch.full((tensor.numel(),), units, device=tensor.device)
-                for tensor, own in found
-            ])
+            torch.cat(
+                [
+                    _of_each(tensor, *own[k], units)
+                    if k < len(own)
+                    else torch.full((tensor.numel(),), units, device=tensor.device)
+                    for tensor, own in found
+                ]
+            )
             for k in range(max(len(own) for _, own in found))
-        ]  # fmt: skip
+        ]
         self.sizes = self._sums(torch.ones_like(self._vector()))
 
     def _vector(self) -> Tensor:

@@ -40,9 +40,10 @@ from ..cost.other_scores import (
 )
 from ..cost.resources import Quadratic
 from ..errors import PruneError
+from ..gates.folding import plain
 from ..gates.gate import gate_value
 from ..gates.install import insert_gates
-from ..surgery.apply import plain, shrink
+from ..surgery.apply import shrink
 from ..surgery.proof import count_macs
 from ..validation.arguments import check_settings
 from .concrete import Borrowed, HardConcrete, Steering, expected_share

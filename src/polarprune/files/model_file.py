@@ -20,8 +20,8 @@ from ..errors import PruneError
 from ..rewriting.parametrizations import make_plain
 from ..rewriting.remove_branches import without_branches, write_down
 from ..rewriting.stored_graphs import decode, encode
-from ..surgery.apply import check_shapes, cut_copy
-from ..surgery.recipe import OTHER_MODEL, RECIPE, Recipe
+from ..surgery.apply import cut_copy
+from ..surgery.recipe import OTHER_MODEL, RECIPE, Recipe, check_shapes
 from ..tracing.tape import copy_model, named_tensors
 from ..validation.arguments import check_path
 from .untrusted import (

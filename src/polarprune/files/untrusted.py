@@ -27,7 +27,8 @@ from ..rewriting.captured_forward import CapturedForward
 from ..rewriting.parametrizations import parametrized
 from ..rewriting.size_limits import asks_too_much
 from ..rewriting.stored_graphs import decode, is_identifier, is_path
-from ..surgery.recipe import SPATIAL, Recipe, describe_modules
+from ..surgery.module_sizes import SPATIAL, describe_modules
+from ..surgery.recipe import Recipe
 from ..tracing.tape import named_tensors
 
 BLANK = "0" * 64  # where the checksum goes

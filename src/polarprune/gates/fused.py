@@ -1,43 +1,52 @@
-"""All gates of a network at once.
+"""Compute all gates of a network at once, and all gated weights of a small network.
 
-One by one, every weight takes some twenty small operations a step for its gates, and on an
-accelerator a small network waits for these more than it computes. So when a network is called,
-one vector of all gates is laid out along all weights, and they are multiplied together; the layers
-find their weights ready. In a large network they find their gates ready, and multiply themselves:
-a layout of all weights would be felt, four operations for each of them are not. The values are
-those that each would compute by itself, and each does where this cannot be: in compiled code, and
-on the CPU (where it does not pay).
+Computed one by one, the gates of every weight take some twenty small kernels a step. A small
+network on an accelerator waits for launching these longer than it computes. `FusedGates` therefore
+runs before the network's forward:
+
+- In a small network it computes all gated weights at once. One vector of all gate values is
+  indexed along the elements of all weights (`Layout`), and the layers take the finished weights.
+- In a large network (`LIMIT`) the index would need too much memory. There it computes only the
+  gates at once, and each layer multiplies its own weight.
+
+The values are the same as those that each layer computes by itself. Each layer does that where
+fusing is impossible or does not pay: in compiled code and on the CPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from ..surgery.apply import drop_hooks
+from .folding import drop_hooks
 from .gate import Gate, GatedWeight, gate_slope, gate_value
 
-LIMIT = 2**24  # elements of weights that are laid out
-SLOW_TO_LAUNCH = {"cuda", "xpu", "mps"}
-_RUN = 64  # elements that are added in one go
+LIMIT = 2**24  # elements of weights above which only gates are computed together
+SLOW_TO_LAUNCH = {"cuda", "xpu", "mps"}  # devices on which launching a kernel takes long
+_RUN = 64  # elements that are added up in one row
 
 
 class FusedGates:
-    """Called before the network is; `take` then gives out what is ready."""
+    """A forward pre-hook of the network; layers then `take` their gated weights.
+
+    Args:
+        sites: The parametrized weights, each with one `GatedWeight`. The number of a weight in
+            this list is its slot.
+    """
 
     is_gate = True
 
     def __init__(self, sites: list[ParametrizationList]) -> None:
         self.sites = sites
-        self.parts: list[GatedWeight] = [site[0] for site in sites]  # type: ignore[misc]
-        found: dict[int, Any] = {id(gate): gate for part in self.parts for gate in part.gates}
-        self.gates: list[Gate] = list(found.values())
-        place = {gate: k for k, gate in enumerate(found)}
-        self.readers = [[place[id(gate)] for gate in part.gates] for part in self.parts]
+        self.parts = [cast(GatedWeight, site[0]) for site in sites]
+        found = {id(gate): cast(Gate, gate) for part in self.parts for gate in part.gates}
+        self.gates = list(found.values())
+        number = {gate: k for k, gate in enumerate(found)}
+        self.readers = [[number[id(gate)] for gate in part.gates] for part in self.parts]
         for slot, part in enumerate(self.parts):
             part.fused, part.slot = self, slot
         self.large = sum(site.original.numel() for site in sites) > LIMIT
@@ -45,22 +54,25 @@ class FusedGates:
         self._clear()
 
     def _clear(self) -> None:
+        """Forget the results of the last forward."""
         self.weights: list[Tensor] = []
-        self.ready: tuple[Tensor, ...] = ()  # these with gates; in a large network, the gates
-        self.alone: set[int] = set()  # read without gradients in a run that has them
-        self.running = self.learns = False
+        self.ready: tuple[Tensor, ...] = ()  # gated weights; in a large network, gate values
+        self.alone: set[int] = set()  # slots whose layer computes its weight by itself
+        self.running = False  # whether the network's forward is running
+        self.learns = False  # whether it records gradients
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies: what is ready belongs to one run."""
+    def __getstate__(self) -> dict[str, object]:
+        """Leave the results of a forward out of copies."""
         other = vars(self) | {"weights": [], "ready": (), "alone": set(), "_layout": None}
         return {**other, "running": False}
 
-    def __call__(self, model: nn.Module, args: Any) -> None:
+    def __call__(self, model: nn.Module, args: object) -> None:
+        """Compute the gated weights (or the gates) before the network's forward."""
         if torch.compiler.is_compiling():
             return
         self._clear()
         weights: list[Tensor] = [site.original for site in self.sites]
-        if not _together(weights):
+        if not _can_fuse(weights):
             return
         alphas = [gate.alpha for gate in self.gates]
         eps = torch.stack([gate.eps for gate in self.gates])
@@ -73,19 +85,21 @@ class FusedGates:
         self.weights, self.learns, self.running = weights, torch.is_grad_enabled(), True
 
     def end(self) -> None:
-        """The network has been called. A backward pass may run parts of it again."""
+        """End a forward. Results that need gradients stay: backward may run parts again."""
         self.running = False
         if not self.learns:
             self._clear()
 
     def take(self, slot: int, weight: Tensor) -> Tensor | None:
-        """A weight with its gates, if it is ready."""
+        """Return the gated weight of a slot, or None if its layer has to compute it."""
         if not self.ready or weight is not self.weights[slot]:
             return None
-        if not self.running and torch._C._current_graph_task_id() == -1:  # not in a backward pass
+        if not self.running and torch._C._current_graph_task_id() == -1:  # not in backward
             return None
         if torch.is_grad_enabled() != self.learns:
-            self.alone.add(slot)  # checkpoints do that, and have to see it again in the second run
+            # torch.utils.checkpoint runs a part without gradients first. Its second run, in
+            # backward, has to perform the same operations.
+            self.alone.add(slot)
         if slot in self.alone:
             return None
         if self.large:
@@ -94,33 +108,38 @@ class FusedGates:
 
 
 class _End:
+    """A forward hook that tells `FusedGates` that the network's forward is over."""
+
     is_gate = True
 
-    def __init__(self, bank: FusedGates) -> None:
-        self.fused = bank
+    def __init__(self, fused: FusedGates) -> None:
+        self.fused = fused
 
-    def __call__(self, model: nn.Module, args: Any, out: Any) -> None:
+    def __call__(self, model: nn.Module, args: object, out: object) -> None:
         if not torch.compiler.is_compiling():
             self.fused.end()
 
 
 def fuse_gates(model: nn.Module, sites: list[ParametrizationList]) -> None:
-    """Let a network compute gates or weights together; a bank that it had is replaced."""
+    """Let a network compute the gated weights at these sites together, in place.
+
+    Hooks of an earlier call are replaced.
+    """
     drop_hooks(model)
-    sites = [site for site in sites if len(site) == 1 and _polarize(site)]
+    sites = [site for site in sites if len(site) == 1 and _has_plain_gates(site)]
     if len(sites) > 1:
-        bank = FusedGates(sites)
-        model.register_forward_pre_hook(bank)
-        model.register_forward_hook(_End(bank), always_call=True)
+        fused = FusedGates(sites)
+        model.register_forward_pre_hook(fused)
+        model.register_forward_hook(_End(fused), always_call=True)
 
 
-def _polarize(site: ParametrizationList) -> bool:
-    """Other gates have other values and slopes: each weight asks for them itself."""
-    return all(type(gate) is Gate for gate in site[0].gates)  # type: ignore[union-attr]
+def _has_plain_gates(site: ParametrizationList) -> bool:
+    """Return whether all gates compute g(α); a subclass may compute something else."""
+    return all(type(gate) is Gate for gate in cast(GatedWeight, site[0]).gates)
 
 
-def _together(weights: list[Tensor]) -> bool:
-    """True if these are ordinary tensors of one kind, in an ordinary run."""
+def _can_fuse(weights: list[Tensor]) -> bool:
+    """Return whether all are dense tensors of one device and type, and no transform is active."""
     first = weights[0]
     return (
         first.device.type in SLOW_TO_LAUNCH
@@ -136,6 +155,7 @@ def _together(weights: list[Tensor]) -> bool:
 
 
 def _is_dense(weight: Tensor) -> bool:
+    """Return whether the elements fill their memory without gaps, in any order of axes."""
     reach = sum(
         (size - 1) * stride for size, stride in zip(weight.shape, weight.stride(), strict=True)
     )
@@ -143,7 +163,19 @@ def _is_dense(weight: Tensor) -> bool:
 
 
 class Layout:
-    """Which gate belongs to which element of the weights, in the order of memory."""
+    """Which gate belongs to which element of all weights, in the order of memory.
+
+    Gates are numbered over all gate vectors. The number after the last one stands for frozen
+    channels, whose factor is 1.
+
+    Attributes:
+        readers: For each weight, the gate vectors that it reads.
+        forms: Shape and strides of each weight.
+        sizes: Number of channels of each gate vector.
+        index: For each element of all weights, the number of its gate.
+        first, second: Two steps of the sum over the elements of each gate, see `_runs`.
+        owner: For each gate, the number of its gate vector.
+    """
 
     def __init__(
         self,
@@ -153,50 +185,51 @@ class Layout:
         readers: list[list[int]],
     ) -> None:
         self.readers = readers
-        with torch.device("cpu"):  # whatever the user's default is
-            self._build(weights, parts, gates)
-
-    def _build(self, weights: list[Tensor], parts: list[GatedWeight], gates: list[Gate]) -> None:
         self.forms = [(weight.shape, weight.stride()) for weight in weights]
         self.device = weights[0].device
         self.sizes = [len(gate.alpha) for gate in gates]
-        offsets = dict(zip(map(id, gates), _offsets(self.sizes), strict=True))
-        laid = []
-        for weight, part in zip(weights, parts, strict=True):
-            known = [torch.arange(len(g.alpha)) + offsets[id(g)] for g in part.gates]  # type: ignore[arg-type]
-            known.append(torch.tensor([sum(self.sizes)]))  # FROZEN: the last entry, which is 1
-            shape = [1] * weight.dim()
-            shape[part.axis] = -1
-            units = torch.cat(known)[part.units.cpu()].reshape(shape)
-            form = torch.empty_strided(weight.shape, weight.stride(), dtype=torch.long)
-            laid.append(_flat(form.copy_(units)))
-        index = torch.cat(laid)
-        first, second = _runs(index, sum(self.sizes))
-        owner = torch.arange(len(gates)).repeat_interleave(torch.tensor(self.sizes))
+        with torch.device("cpu"):  # whatever the user's default device is
+            index = torch.cat(
+                [self._index(*one) for one in zip(weights, parts, readers, strict=True)]
+            )
+            first, second = _runs(index, sum(self.sizes))
+            owner = torch.arange(len(gates)).repeat_interleave(torch.tensor(self.sizes))
         self.index, self.first, self.second, self.owner = (
             x.to(self.device) for x in (index, first, second, owner)
         )
 
+    def _index(self, weight: Tensor, part: GatedWeight, reads: list[int]) -> Tensor:
+        """Return the number of the gate of each element of one weight, in the order of memory."""
+        offsets = _offsets(self.sizes)
+        numbers = [torch.arange(self.sizes[gate]) + offsets[gate] for gate in reads]
+        numbers.append(torch.tensor([sum(self.sizes)]))  # unit -1: a frozen channel
+        shape = [1] * weight.dim()
+        shape[part.axis] = -1
+        along_axis = torch.cat(numbers)[part.units.cpu()].reshape(shape)
+        form = torch.empty_strided(weight.shape, weight.stride(), dtype=torch.long)
+        return _flat(form.copy_(along_axis))
+
     def fits(self, weights: list[Tensor]) -> bool:
+        """Return whether the layout was made for weights of these shapes, strides and device."""
         forms = [(weight.shape, weight.stride()) for weight in weights]
         return forms == self.forms and weights[0].device == self.device
 
     def spread(self, values: Tensor) -> list[Tensor]:
-        """One number for each gate -> factors of the form of each weight."""
+        """Turn one value for each gate into a factor for each element of each weight."""
         wide = torch.cat([values, values.new_ones(1)]).index_select(0, self.index)
         starts = _offsets([shape.numel() for shape, _ in self.forms])
         pairs = zip(self.forms, starts, strict=True)
         return [wide.as_strided(shape, stride, start) for (shape, stride), start in pairs]
 
     def gather(self, tensors: list[Tensor]) -> Tensor:
-        """Of tensors of those forms -> the sum of all elements that belong to each gate."""
+        """Return for each gate the sum of all elements that belong to it, over all tensors."""
         for places in (self.first, self.second):
             flat = torch.cat([*map(_flat, tensors), tensors[0].new_zeros(1)])
             tensors = [flat[places].sum(1)]
         return tensors[0]
 
     def like(self, slot: int, tensor: Tensor) -> Tensor:
-        """A tensor in the memory order of a weight."""
+        """Return a tensor with the strides of the weight of a slot."""
         shape, stride = self.forms[slot]
         if tensor.stride() == stride:
             return tensor
@@ -206,7 +239,11 @@ class Layout:
 
 
 class _Values(torch.autograd.Function):
-    """All gates. Nothing is kept that a first backward pass would free for a second."""
+    """Compute all gates.
+
+    Tensors are stored on `ctx`, not with `save_for_backward`: a first backward pass would free
+    those, and the gates may be needed in a second one. `_check` replaces torch's version check.
+    """
 
     @staticmethod
     def forward(ctx: Any, eps: Tensor, *alphas: Tensor) -> tuple[Tensor, ...]:
@@ -230,21 +267,22 @@ class _Values(torch.autograd.Function):
 
 
 def _each(numbers: Tensor, sizes: list[int]) -> Tensor:
-    """One number for each gate -> one for each channel of it; nothing is read back."""
+    """Repeat the number of each gate vector for each of its channels, without a device sync."""
     parts = [number.expand(size) for number, size in zip(numbers.unbind(), sizes, strict=True)]
     return torch.cat(parts)
 
 
 def _check(tensors: Sequence[Tensor], versions: list[int], used: Iterable[int]) -> None:
-    if any(tensors[place]._version != versions[place] for place in used):
+    """Raise if one of the used tensors was changed in place since the forward pass."""
+    if any(tensors[k]._version != versions[k] for k in used):
         raise RuntimeError(
             "a weight or a gate that a gradient needs was changed in place between the forward and "
-            "the backward pass"
+            "the backward pass. Call backward() before the change."
         )
 
 
 class _Multiply(torch.autograd.Function):
-    """Weights times gates. Nothing is kept that a first backward pass would free for a second."""
+    """Multiply all weights by their gates. Stores tensors on `ctx` as `_Values` does."""
 
     @staticmethod
     def forward(ctx: Any, layout: Layout, eps: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -264,16 +302,17 @@ class _Multiply(torch.autograd.Function):
         read = {gate for slot in used for gate in layout.readers[slot]}
         _check(tensors, ctx.versions, [*read, *(len(ctx.alphas) + slot for slot in used)])
         flat, eps = torch.cat(ctx.alphas), ctx.eps[layout.owner]
-        values = gate_value(flat, eps)  # has gradients itself in a second pass
+        values = gate_value(flat, eps)  # recomputed, so that it has gradients of its own
         factors = layout.spread(values.to(ctx.weights[0].dtype))
         mine = [layout.like(slot, grads[slot]) for slot in used]
         scaled = torch._foreach_mul(mine, [factors[slot] for slot in used])
         made = torch._foreach_mul(mine, [ctx.weights[slot] for slot in used])
         products = dict(zip(used, made, strict=True))
-        summed = layout.gather([
+        parts = [
             products[slot] if slot in products else torch.zeros_like(weight)
             for slot, weight in enumerate(ctx.weights)
-        ])  # fmt: skip
+        ]
+        summed = layout.gather(parts)
         slopes = gate_slope(flat, eps)
         pulls = (summed.to(flat.dtype) * slopes).split(layout.sizes)
         found: list[Tensor | None] = [None] * len(tensors)
@@ -285,15 +324,22 @@ class _Multiply(torch.autograd.Function):
 
 
 def _flat(tensor: Tensor) -> Tensor:
+    """Return the elements of a dense tensor as a vector, in the order of memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _offsets(sizes: list[int]) -> list[int]:
+    """Return where each part starts if parts of these sizes are concatenated."""
     return [sum(sizes[:k]) for k in range(len(sizes))]
 
 
 def _runs(index: Tensor, gates: int) -> tuple[Tensor, Tensor]:
-    """Rows of elements of one gate each, and rows of such rows: sums that need no atomics."""
+    """Return two index matrices that sum the elements of each gate without atomic additions.
+
+    Row by row, the first adds up to `_RUN` elements of one gate; the second adds all those sums of
+    one gate. The order of additions is fixed, so results are the same in every run. An index one
+    past the end stands for zero.
+    """
     order = index.argsort(stable=True)
     order = order[index[order] < gates]
     label = index[order]
@@ -305,7 +351,10 @@ def _runs(index: Tensor, gates: int) -> tuple[Tensor, Tensor]:
 
 
 def _padded(row: Tensor, rows: int) -> Tensor:
-    """Where the elements of each row are (sorted); short rows are filled with one past the end."""
+    """Return a matrix with the positions of the elements of each row; `row` is sorted.
+
+    Short rows are filled with the position one past the end.
+    """
     counts = torch.bincount(row, minlength=rows)
     column = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]
     matrix = torch.full((rows, int(counts.max())), len(row))

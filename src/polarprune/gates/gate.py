@@ -1,44 +1,65 @@
-"""Gates with differentiable polarization: g_ε(α) = α² / (α² + ε)   (eq. 2 of the paper).
+"""The gate with differentiable polarization: g_ε(α) = α² / (α² + ε)   (eq. 2 of the paper).
 
-At α = 0 the gate is exactly 0 for every ε and its slope 2αε/(α²+ε)² is 0: a closed gate gets no
+At α = 0 the gate is exactly 0 for every ε, and so is its slope 2αε/(α²+ε)²: a closed gate gets no
 gradient. As ε decays, every other gate tends to 1.
 """
 
 from __future__ import annotations
 
 from numbers import Integral
-from typing import Any
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import PruneError
 from ..rewriting.weighted_norms import weight_of
-from ..surgery.apply import spread
+from .folding import spread
 
 ALPHA_START, EPS_START = 1.0, 0.1
 
 
 def gate_value(alpha: Tensor, eps: Tensor | float) -> Tensor:
-    """g_ε(α) = α² / (α² + ε)"""
+    """Return g_ε(α) = α² / (α² + ε)."""
     square = alpha * alpha
     return square / (square + eps)
 
 
 def gate_slope(alpha: Tensor, eps: Tensor | float) -> Tensor:
-    """dg/dα = 2αε / (α² + ε)²"""
+    """Return dg/dα = 2αε / (α² + ε)²."""
     return 2 * alpha * eps / (alpha * alpha + eps) ** 2
 
 
 class Gate(nn.Module):
-    """One gate vector: α is learned, ε is set from outside. Multiplies the channels of its input.
+    """Multiply each channel of the input by its gate g(α) = α² / (α² + ε), between 0 and 1.
+
+    `alpha` is a learned parameter, one number for each channel, and starts at 1. `eps` is a buffer
+    that starts at 0.1 and that a schedule decays. A channel whose α is 0 is closed: its gate is 0
+    and its gradient is 0. `Pruner` installs and steers gates by itself; use this module to place a
+    gate by hand.
 
     Args:
-        size: how many channels.
-        axis: of the input, along which the channels lie.
+        size: Number of channels, at least 1.
+        axis: Axis of the input that holds the channels.
+        dtype: Floating-point type of α and ε. The input may have another type.
 
-    >>> Gate(3)(torch.ones(1, 3)).allclose(torch.tensor(1 / 1.1))
-    True
+    Raises:
+        PruneError: If an argument is of the wrong kind, or if the input of a call is not a
+            floating-point tensor with `size` channels along `axis`.
+
+    Example:
+        >>> import torch
+        >>> import polarprune as pp
+        >>> gate = pp.Gate(3)
+        >>> with torch.no_grad():
+        ...     _ = gate.alpha.copy_(torch.tensor([0.0, 0.3, 1.0]))
+        >>> gate(torch.ones(1, 3, 4, 4)).shape
+        torch.Size([1, 3, 4, 4])
+        >>> [round(value, 3) for value in gate.values().tolist()]
+        [0.0, 0.474, 0.909]
+        >>> _ = gate.eps.fill_(5e-8)
+        >>> [round(value, 3) for value in gate.values().tolist()]
+        [0.0, 1.0, 1.0]
     """
 
     is_gate = True
@@ -53,17 +74,18 @@ class Gate(nn.Module):
         self.register_buffer("eps", torch.tensor(EPS_START, dtype=dtype))
 
     def values(self) -> Tensor:
-        """The gates, between 0 and 1."""
+        """Return the gates of all channels, between 0 and 1."""
         return gate_value(self.alpha, self.eps)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return `x` with every channel multiplied by its gate, in the type of `x`."""
         self._check_input(x)
         shape = [1] * x.dim()
         shape[self.axis] = -1
         return x * self.values().to(x.dtype).reshape(shape)
 
-    def _check_input(self, x: Any) -> None:
-        """What would broadcast, or round gates to 0 and 1, is refused, too."""
+    def _check_input(self, x: object) -> None:
+        """Raise unless `x` fits: it might broadcast, or an integer type round gates to 0 and 1."""
         given, size = type(x).__name__, len(self.alpha)
         if isinstance(x, Tensor):
             fits = -x.dim() <= self.axis < x.dim() and x.shape[self.axis] == size
@@ -71,23 +93,37 @@ class Gate(nn.Module):
                 return
             given = f"{x.dtype} of shape {list(x.shape)}"
         raise PruneError(
-            f"Gate: the input is {given}; give a tensor of floating-point numbers with {size} "
-            f"channels along axis {self.axis}, or build Gate(size, axis) for it."
+            f"Gate: the input is {given}; give a floating-point tensor with {size} channels along "
+            f"axis {self.axis}, or build Gate(size, axis) for this input."
         )
 
 
-def _check(size: Any, axis: Any, dtype: Any) -> None:
-    whole = [isinstance(n, Integral) and not isinstance(n, bool) for n in (size, axis)]
-    if not whole[0] or size < 1:
+def _check(size: object, axis: object, dtype: object) -> None:
+    """Raise unless these are valid arguments of a gate."""
+    if not isinstance(size, Integral) or isinstance(size, bool) or int(size) < 1:
         raise PruneError(f"Gate: size={size!r}; give the number of channels, at least 1.")
-    if not whole[1]:
-        raise PruneError(f"Gate: axis={axis!r}; give the axis of the channels, a whole number.")
+    if not isinstance(axis, Integral) or isinstance(axis, bool):
+        raise PruneError(f"Gate: axis={axis!r}; give the axis of the channels, an integer.")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise PruneError(f"Gate: dtype={dtype!r}; give a floating-point type, as torch.float32.")
+        raise PruneError(
+            f"Gate: dtype={dtype!r}; give a floating-point type, such as torch.float32."
+        )
+
+
+class ReadyWeights(Protocol):
+    """Computes the gated weights of a network together (`FusedGates`)."""
+
+    def take(self, slot: int, weight: Tensor) -> Tensor | None:
+        """Return the gated weight number `slot` if it is ready."""
 
 
 class GateVector(nn.Module):
-    """The gates of some channels as one vector: weights for the means of a norm over them."""
+    """The gates of some channels as one vector: the weights of a norm's means over them.
+
+    Args:
+        gates: The gates that occur along the axis.
+        units: For every channel, its index in the concatenated gates; -1 for a frozen channel.
+    """
 
     is_gate = True
     units: Tensor
@@ -98,12 +134,21 @@ class GateVector(nn.Module):
         self.register_buffer("units", units, persistent=False)
 
     def forward(self) -> Tensor:
-        values: list[Tensor] = [gate.values() for gate in self.gates]  # type: ignore[operator]
-        return weight_of(spread(torch.cat(values), self.units, 0, 1))
+        """Return the weight of every channel."""
+        return weight_of(spread(torch.cat(_values(self.gates)), self.units, 0, 1))
 
 
 class GatedWeight(nn.Module):
-    """W·(g ⊙ x) = (W ⊙ g)·x: the gates of the incoming channels, multiplied into the weight."""
+    """A parametrization that multiplies the gates of the input channels into the weight.
+
+    W·(g ⊙ x) = (W ⊙ g)·x, and weights are usually smaller than activations.
+
+    Args:
+        gates: The gates that occur along the axis.
+        units: For every index along the axis, its index in the concatenated gates; -1 for a frozen
+            channel, whose factor is 1.
+        axis: Axis of the weight that reads the gated channels.
+    """
 
     is_gate = True
     units: Tensor
@@ -112,26 +157,32 @@ class GatedWeight(nn.Module):
         super().__init__()
         self.gates = nn.ModuleList(gates)
         self.axis = axis
-        simple = len(gates) == 1 and torch.equal(
+        # One gate whose channels are in order: the values need no indexing.
+        self.simple = len(gates) == 1 and torch.equal(
             units, torch.arange(len(gates[0].alpha), device=units.device)
         )
-        self.simple = simple
         self.register_buffer("units", units, persistent=False)
-        self.fused: Any = None  # computes the weights of a network together, where that pays
-        self.slot = 0
+        self.fused: ReadyWeights | None = None  # set where computing weights together is faster
+        self.slot = 0  # the number of this weight there
 
     def forward(self, weight: Tensor) -> Tensor:
+        """Return the weight multiplied by its gates."""
         if not torch.compiler.is_compiling() and self.fused is not None:
-            ready: Tensor | None = self.fused.take(self.slot, weight)
+            ready = self.fused.take(self.slot, weight)
             if ready is not None:
                 return ready
-        return self.times(weight, [gate.values() for gate in self.gates])  # type: ignore[operator]
+        return self.times(weight, _values(self.gates))
 
     def times(self, weight: Tensor, values: list[Tensor]) -> Tensor:
-        """The weight with these values of its gates."""
+        """Return the weight multiplied by these values of its gates."""
         if self.simple:
             shape = [1] * weight.dim()
             shape[self.axis] = -1
             return weight * values[0].to(weight.dtype).reshape(shape)
         laid = spread(torch.cat(values), self.units, self.axis, weight.dim())
         return weight * laid.to(weight.dtype)
+
+
+def _values(gates: nn.ModuleList) -> list[Tensor]:
+    """Return the values of every gate."""
+    return [cast(Gate, gate).values() for gate in gates]

@@ -48,21 +48,37 @@ class _NoDice(TorchFunctionMode):
 _DROPOUTS = {
     getattr(space, name)
     for space in (torch.nn.functional, torch)
-    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "dropout_",
-                 "feature_alpha_dropout", "feature_dropout", "native_dropout")
+    for name in (
+        "dropout",
+        "dropout1d",
+        "dropout2d",
+        "dropout3d",
+        "alpha_dropout",
+        "dropout_",
+        "feature_alpha_dropout",
+        "feature_dropout",
+        "native_dropout",
+    )
     if hasattr(space, name)
-}  # fmt: skip
+}
 
 
 _NOISE: dict[Any, float] = {
     getattr(space, name): value
     for name, value in {
-        "rand": 0.75, "rand_like": 0.75, "uniform_": 0.75, "randn": 0.5, "randn_like": 0.5,
-        "normal_": 0.5, "bernoulli": 1.0, "bernoulli_": 1.0, "exponential_": 0.75,
+        "rand": 0.75,
+        "rand_like": 0.75,
+        "uniform_": 0.75,
+        "randn": 0.5,
+        "randn_like": 0.5,
+        "normal_": 0.5,
+        "bernoulli": 1.0,
+        "bernoulli_": 1.0,
+        "exponential_": 0.75,
     }.items()
     for space in (torch, torch.Tensor)
     if hasattr(space, name)
-}  # fmt: skip
+}
 
 
 class StaysDouble(TorchFunctionMode):
@@ -195,8 +211,8 @@ def _check_gap(gap: float, tolerance: float, where: str) -> None:
     if not gap <= tolerance:
         raise PruneError(
             f"the cut model differs by {gap:.2g} (relative, {where}) from the gated one; allowed: "
-            f"{tolerance:.0e}. Nothing was exported. Please report this model, and leave the part "
-            f"in question whole with keep=[...]."
+            f"{tolerance:.0e}. Nothing was exported. Please report this model, and freeze the part "
+            f"in question with keep=[...]."
         )
 
 
