@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import polarprune as pp
 from nets import randomise
-from polarprune.rewriting.weighted_norms import weighted_mean
+from polarprune.rewriting.weighted_statistics import weighted_mean
 from polarprune.surgery.apply import fold
 from polarprune.surgery.proof import difference, prove_equal
 from test_exact import counted

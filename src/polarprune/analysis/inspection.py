@@ -1,6 +1,6 @@
 """One look at a model: tapes, labels, groups and cost, under what is known so far.
 
-`trace` looks again whenever it has found something out: code that was re-emitted, numbers that
+`trace` looks again whenever it has found something out: a forward that was rewritten, numbers that
 follow a width, groups that stay whole.
 """
 
@@ -22,8 +22,8 @@ from ..channels.rules.table import by_tag
 from ..cost.resources import measure
 from ..errors import PruneError
 from ..rewriting.capture import capture_all
-from ..rewriting.captured_forward import CapturedForward
-from ..rewriting.resize import shim
+from ..rewriting.captured_forward import CapturedForward, Refused, notes_of
+from ..rewriting.resize import marked_forward
 from ..rewriting.weighted_norms import weights_in
 from ..tracing.recorder import record
 from ..tracing.tape import Example, Tape, named_tensors, on_host
@@ -43,7 +43,7 @@ class Inspection:
         self.model, self.example, self.keep, self.rules = model, example, keep, rules
         self.norms = norms
         self.norm_code: dict[str, CapturedForward] = {}  # modules that take means over channels
-        self.mixing: set[str] = set()  # those whose means cannot be weighted
+        self.mixing: dict[str, Refused] = {}  # those whose means cannot be weighted, and why
         self.modules = dict(model.named_modules())
         self.rewritten: dict[str, CapturedForward] = {}
         self.size_attributes: dict[str, dict[str, Location]] = {}  # attributes that follow a width
@@ -53,7 +53,8 @@ class Inspection:
         self.notes: list[str] = []
         self._tapes: list[Tape] = []
         self._flow: tuple[list[Tape], int, Flow] | None = None
-        self._hopeless: set[str] = set()  # modules that cannot be re-emitted
+        self.refused: dict[str, Refused] = {}  # modules that cannot be rewritten, and why
+        self.failed: dict[str, Refused] = {}  # those with which the model did not run
 
     def __call__(self) -> Graph:
         """Repeated until all means over open channels can be weighted."""
@@ -62,8 +63,8 @@ class Inspection:
             unknown = {item.op.module for item in graph.statistics} - self.norm_code.keys()
             if unknown:
                 found = capture_all(self.model, self.example, sorted(unknown))
-                self.norm_code.update(found)
-                self.mixing |= unknown - found.keys()
+                self.norm_code.update(found.captured)
+                self.mixing.update(found.refused)
                 self._tapes = []
             elif not self._weigh(graph):
                 return graph
@@ -74,8 +75,10 @@ class Inspection:
         for path in dict.fromkeys(item.op.module for item in graph.statistics):
             captured = self.rewritten.get(path) or self.norm_code[path]
             weights = weights_in(graph, path, captured)
-            if weights is None or "forward" in vars(self.modules[path]):  # could not be put back
-                self.mixing.add(path)
+            if "forward" in vars(self.modules[path]):  # could not be restored
+                weights = Refused("its forward was replaced on the instance")
+            if isinstance(weights, Refused):
+                self.mixing[path] = weights
             else:
                 graph.weights[path], graph.weighted[path] = weights
         names = graph.owners
@@ -91,6 +94,7 @@ class Inspection:
             graph.rewritten = dict(self.rewritten)
             graph.size_attributes = self.following()
             graph.notes += [*self.notes, *(f"{g}: {why}" for g, why in self.minimum.items())]
+            graph.notes += notes_of(self.mixing, "norms=True has no effect on its statistics")
             hold_spine(graph)
             hold_heads(graph)
             for name in self.minimum:
@@ -130,7 +134,9 @@ class Inspection:
 
     def _record(self) -> list[Tape]:
         code = {**self.norm_code, **self.rewritten}
-        shims = {path: partial(shim, captured=captured) for path, captured in code.items()}
+        shims = {
+            path: partial(marked_forward, captured=captured) for path, captured in code.items()
+        }
         self._tapes = [record(self.model, self.example, training=False, shims=shims)]
         self.notes = []
         try:
@@ -140,23 +146,28 @@ class Inspection:
         return self._tapes
 
     def rewrite(self, paths: Iterable[str]) -> bool:
-        """Have these modules re-emitted; False if none of them can be."""
+        """Rewrite these modules; False if none of them can be."""
         wanted = [
             path
             for path in dict.fromkeys(paths)
-            if path not in self.rewritten and path not in self._hopeless
+            if path not in self.rewritten and path not in self.refused
             and not type(self.modules[path]).__module__.startswith("torch.nn.")
         ]  # fmt: skip
         found = capture_all(self.model, self.example, wanted)
-        self._hopeless |= set(wanted) - found.keys()
-        self.set_rewritten({**self.rewritten, **found})
-        return bool(found)
+        self.refused.update(found.refused)
+        self.set_rewritten({**self.rewritten, **found.captured})
+        return bool(found.captured)
+
+    def refusal(self, path: str) -> str:
+        """Why a module could not be rewritten, to end a sentence with; or nothing."""
+        refused = self.refused.get(path) or self.failed.get(path)
+        return f" (its forward cannot be rewritten: {refused})" if refused else ""
 
     def set_rewritten(self, rewritten: dict[str, CapturedForward]) -> None:
         self.rewritten, self._tapes = rewritten, []
 
     def following(self) -> dict[str, dict[str, Location]]:
-        """Attributes that follow a width; re-emitted code does not read them."""
+        """Attributes that follow a width; a rewritten forward does not read them."""
         return {
             path: mine for path, mine in self.size_attributes.items() if path not in self.rewritten
         }

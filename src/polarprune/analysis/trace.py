@@ -2,7 +2,7 @@
 
 What the rules say is not taken on trust: before a group is called open, channels of it are cut from
 a copy and the copy is run (`trial`). Where the model's code does not follow, whole numbers that it
-holds are changed with the widths; else the code is re-emitted (`rewire`); and where that fails as
+holds are changed with the widths; else the forward is rewritten (`resize`); and where that fails as
 well, the group stays whole, with the reason.
 """
 
@@ -23,10 +23,14 @@ from ..channels.propagation import Rule
 from ..channels.rules.table import RULES
 from ..cost.resources import add_extras
 from ..errors import PruneError
-from ..rewriting.captured_forward import fixed_values
+from ..rewriting.captured_forward import Refused
 from ..rewriting.forward_weights import find, without_computed_weights
+from ..rewriting.installed_forward import fixed_values
 from ..rewriting.parametrizations import by_hooks, computed, is_gated
-from ..rewriting.remove_branches import dropped_with, remembering
+from ..rewriting.remove_branches import removed_with_groups
+from ..rewriting.symbolic_graphs import graphs_cached
+from ..torch_internals.markers import is_compiled
+from ..torch_internals.patches import exclusive
 from ..tracing.tape import (
     Example,
     Op,
@@ -60,6 +64,7 @@ def trace(
     )
 
 
+@exclusive()
 def survey(
     model: nn.Module,
     example: Example,
@@ -75,24 +80,27 @@ def survey(
         raise PruneError(f"norms={norms!r}: give True or False.")
     check_model(model)
     check_example(model, example)
-    inline, hooks = find(model, example), by_hooks(model)
+    weights, hooks = find(model, example), by_hooks(model)
+    inline = weights.found
     names = computed(model) + [f"{path}.{one.leaf}" for path, one in inline.items()]
     model = without_computed_weights(model, inline)
     inspection = Inspection(model, example, patterns, {**RULES, **own}, norms)
-    with remembering(), _few_collections():
+    with graphs_cached(), _few_collections():
         graph = _prove(inspection, compare_outputs)
         closable = [name for name, group in graph.prunable.items() if not group.minimum]
         with on_host():
-            add_extras(model, graph, dropped_with(model, graph, closable))
+            removed, kept = removed_with_groups(model, graph, closable)
+            add_extras(model, graph, removed)
     graph.with_norms = inspection.more_with_norms(graph)
     graph.computed, graph.forward_weights = names, inline
-    graph.notes += hooks
+    frozen = {name: group.reason for name, group in graph.groups.items() if group.frozen}
+    graph.notes += [*hooks, *weights.notes(frozen), *kept]
     graph.held = {path: fixed_values(model.get_submodule(path)) for path in graph.rewritten}
     return graph
 
 
 def changed(graph: Graph, model: nn.Module) -> list[str]:
-    """Plain numbers that re-emitted code would go on with, though the model has others now."""
+    """Plain numbers that rewritten code would go on with, though the model has others now."""
     return [
         f"{path}.{name}"
         for path, held in graph.held.items()
@@ -122,7 +130,7 @@ def check_model(model: nn.Module) -> None:
     if torch.is_inference_mode_enabled():
         raise PruneError("torch.inference_mode() is on, in which no operation can be followed: "
                          "call this outside of it.")  # fmt: skip
-    compiled = [path for path, module in model.named_modules() if _is_compiled(module)]
+    compiled = [path for path, module in model.named_modules() if is_compiled(module)]
     if compiled:
         raise PruneError(
             f"{compiled[0] or 'the model'} is compiled: give polarprune the plain model first, and "
@@ -144,10 +152,6 @@ def check_model(model: nn.Module) -> None:
             "the model has gates already: use the Pruner that put them there, or start from a "
             "fresh model."
         )
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 def check_example(model: nn.Module, example: Example) -> None:
@@ -184,7 +188,7 @@ def _prove(inspection: Inspection, compare_outputs: bool) -> Graph:
 
 
 def _rewrite_channel_counts(inspection: Inspection, graph: Graph) -> Graph:
-    """Code that counts channels is re-emitted, or its channels stay: a trial is no proof here."""
+    """Code that counts channels is rewritten, or its channels stay: a trial is no proof here."""
     ours = {
         path for path, module in inspection.modules.items() if type(module) is nn.MultiheadAttention
     }
@@ -196,7 +200,8 @@ def _rewrite_channel_counts(inspection: Inspection, graph: Graph) -> Graph:
     for op, units in graph.channel_counts.items():
         if op.module not in inspection.rewritten and op.module not in ours:
             for unit in set(units.flatten().tolist()) - {FROZEN}:
-                inspection.held[names[unit]] = f"code that counts channels, in {op.where}"
+                why = f"code that counts channels, in {op.where}{inspection.refusal(op.module)}"
+                inspection.held[names[unit]] = why
     return inspection() if inspection.held else graph
 
 
@@ -204,7 +209,7 @@ _ATTEMPTS = 60
 
 
 def _let_code_follow(inspection: Inspection, graph: Graph, trial: Trial) -> Graph:
-    """Until a trial cut does what it should: change numbers, re-emit code, or hold a group."""
+    """Until a trial cut does what it should: change numbers, rewrite code, or hold a group."""
     for _ in range(_ATTEMPTS):
         found = _first_deviation(inspection, graph, trial)
         if found is None:
@@ -221,7 +226,7 @@ def _let_code_follow(inspection: Inspection, graph: Graph, trial: Trial) -> Grap
 
 
 def _let_no_width_decide(inspection: Inspection, graph: Graph, trial: Trial) -> Graph:
-    """Re-emit code that compares widths, with the way it takes now, or hold what it compares."""
+    """Rewrite code that compares widths, with the way it takes now, or hold what it compares."""
     for _ in range(_ATTEMPTS):
         reader = WidthReader(
             inspection.model, graph, [trial_plan(graph, seed) for seed in range(_PLANS)]
@@ -234,6 +239,7 @@ def _let_no_width_decide(inspection: Inspection, graph: Graph, trial: Trial) -> 
         new = _with_code_in(inspection, graph, found.module)
         if new is None:
             why = f"code that decides by the number of channels, in {found.where}"
+            why += inspection.refusal(found.module)
             inspection.held.update(dict.fromkeys(reader.groups(found), why))
             new = inspection()
         graph = _let_code_follow(inspection, new, trial)
@@ -260,7 +266,7 @@ def _better(graph: Graph, trial: Trial, before: Deviation, telling: Iterable[int
 
 
 def _adapt(inspection: Inspection, graph: Graph, trial: Trial, found: Deviation) -> Graph | None:
-    return _change_numbers(inspection, graph, trial, found) or _re_emit(
+    return _change_numbers(inspection, graph, trial, found) or _rewrite(
         inspection, graph, trial, found
     )
 
@@ -322,7 +328,7 @@ def _distinct(graph: Graph, path: str, size: int) -> list[tuple[Location, set[in
     ]  # fmt: skip
 
 
-def _re_emit(inspection: Inspection, graph: Graph, trial: Trial, found: Deviation) -> Graph | None:
+def _rewrite(inspection: Inspection, graph: Graph, trial: Trial, found: Deviation) -> Graph | None:
     assert found.op is not None
     before = inspection.rewritten
     new = _with_code_of(inspection, graph, found.op)
@@ -337,13 +343,14 @@ def _with_code_of(inspection: Inspection, graph: Graph, op: Op) -> Graph | None:
 
 
 def _with_code_in(inspection: Inspection, graph: Graph, module: str) -> Graph | None:
-    """The graph with the code of all modules of this class re-emitted, if that works out."""
+    """The graph with all modules of this class rewritten, if that works out."""
     before = inspection.rewritten
     try:
         if inspection.rewrite(path for path in inspection.like(module) if graph.ops_in(path)):
             return inspection()
-    except PruneError:  # what they give each other has another form now
+    except PruneError as error:  # what they give each other has another form now
         inspection.set_rewritten(before)
+        inspection.failed[module] = Refused(str(error))
     return None
 
 
@@ -355,6 +362,7 @@ def _hold(inspection: Inspection, graph: Graph, found: Deviation) -> Graph | Non
     ):
         if names:
             why = f"the model's code does not follow when it shrinks: {found}"
+            why += inspection.refusal(found.op.module if found.op else "")
             inspection.held.update(dict.fromkeys(names, why))
             break
     else:
@@ -387,7 +395,8 @@ def _hold_one_by_one(inspection: Inspection, graph: Graph, trial: Trial) -> Grap
     for name in graph.prunable:
         alone = trial.cut(graph, {name: plan[name]}, compare_outputs=True)
         if alone:
-            inspection.held[name] = f"the model's code does not follow when it shrinks: {alone}"
+            why = f"the model's code does not follow when it shrinks: {alone}"
+            inspection.held[name] = why + (inspection.refusal(alone.op.module) if alone.op else "")
     graph = inspection()
     rest = graph.prunable and trial.cut(graph, trial_plan(graph, 0), compare_outputs=True)
     if rest:
@@ -399,7 +408,7 @@ def _hold_one_by_one(inspection: Inspection, graph: Graph, trial: Trial) -> Grap
 
 
 def _let_close(inspection: Inspection, graph: Graph, trial: Trial, compare_outputs: bool) -> Graph:
-    """Which groups can close entirely; pools refuse to run on no channels, unless re-emitted."""
+    """Which groups can close entirely; pools refuse to run on no channels, unless rewritten."""
     known = len(inspection.minimum)
     for _ in range(_ATTEMPTS):
         found = graph.prunable and trial.cut(graph, _closed(graph), compare_outputs=compare_outputs)
@@ -417,6 +426,7 @@ def _let_close(inspection: Inspection, graph: Graph, trial: Trial, compare_outpu
         for name in _passing(inspection, graph, found):
             if not graph.groups[name].minimum:
                 why = f"keeps a channel, as the model's code needs one: {found}"
+                why += inspection.refusal(found.op.module) if found.op else ""
                 inspection.minimum[name], graph.groups[name].minimum = why, 1
         if len(inspection.minimum) == before:
             for name in graph.prunable:

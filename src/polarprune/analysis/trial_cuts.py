@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..channels.graph import Graph, Plan
 from ..errors import PruneError
-from ..rewriting.resize import padding
+from ..rewriting.resize_calls import padding
 from ..surgery.apply import cut_copy, fold, mock_copy, write_recipe
 from ..surgery.other_inputs import fresh_inputs
 from ..surgery.proof import StaysDouble, in_double, prove_equal

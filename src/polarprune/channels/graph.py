@@ -24,7 +24,7 @@ from .propagation import Contraction, Statistic
 if TYPE_CHECKING:
     from ..cost.resources import Cost
     from ..rewriting.captured_forward import CapturedForward
-    from ..rewriting.forward_weights import ForwardWeight
+    from ..rewriting.weight_graphs import ForwardWeight
 
 Plan = dict[str, list[int]]
 Location = tuple[int, int, int]  # operation in a module, tensor of it, axis
@@ -71,7 +71,7 @@ class Graph:
     unknown: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     with_norms: int = 0  # how many more channels norms=True may open
-    # what modules with re-emitted code held when they were traced
+    # what modules with a rewritten forward held when they were traced
     held: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
     computed: list[str] = field(default_factory=list, repr=False)  # weights, by parametrizations
     forward_weights: dict[str, ForwardWeight] = field(
@@ -81,7 +81,7 @@ class Graph:
     size_attributes: dict[str, dict[str, Location]] = field(default_factory=dict, repr=False)
     rewritten: dict[str, CapturedForward] = field(
         default_factory=dict, repr=False
-    )  # re-emitted code
+    )  # captured forwards
     cost: Cost = field(default=None, repr=False)  # type: ignore[assignment]
 
     @property

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..surgery.proof import count_macs
+from ..torch_internals.markers import uncompiled
 from ..tracing.tape import Example, as_call, named_tensors, tensors_in
 
 _IN_TURN = 4  # runs of a model that are timed, until it is the next one's turn
@@ -49,7 +50,7 @@ def side_by_side(
     return {
         name: Timing(
             times[name],
-            count_macs(getattr(model, "_orig_mod", model), example),  # compiled or not
+            count_macs(uncompiled(model), example),  # compiled or not
             sum(parameter.numel() for parameter in model.parameters()),
             batch,
         )

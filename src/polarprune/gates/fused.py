@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from ..surgery.apply import drop_hooks
+from ..torch_internals.markers import gate_part
 from .gate import Gate, GatedWeight, gate_slope, gate_value
 
 LIMIT = 2**24  # elements of weights that are laid out
@@ -26,10 +27,9 @@ SLOW_TO_LAUNCH = {"cuda", "xpu", "mps"}
 _RUN = 64  # elements that are added in one go
 
 
+@gate_part
 class FusedGates:
     """Called before the network is; `take` then gives out what is ready."""
-
-    is_gate = True
 
     def __init__(self, sites: list[ParametrizationList]) -> None:
         self.sites = sites
@@ -93,9 +93,8 @@ class FusedGates:
         return self.ready[slot]
 
 
+@gate_part
 class _End:
-    is_gate = True
-
     def __init__(self, bank: FusedGates) -> None:
         self.fused = bank
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..errors import PruneError
 from ..rewriting.weighted_norms import weight_of
 from ..surgery.apply import spread
+from ..torch_internals.markers import gate_part
 
 ALPHA_START, EPS_START = 1.0, 0.1
 
@@ -30,6 +31,7 @@ def gate_slope(alpha: Tensor, eps: Tensor | float) -> Tensor:
     return 2 * alpha * eps / (alpha * alpha + eps) ** 2
 
 
+@gate_part
 class Gate(nn.Module):
     """One gate vector: α is learned, ε is set from outside. Multiplies the channels of its input.
 
@@ -41,7 +43,6 @@ class Gate(nn.Module):
     True
     """
 
-    is_gate = True
     alpha: nn.Parameter
     eps: Tensor
 
@@ -86,10 +87,10 @@ def _check(size: Any, axis: Any, dtype: Any) -> None:
         raise PruneError(f"Gate: dtype={dtype!r}; give a floating-point type, as torch.float32.")
 
 
+@gate_part
 class GateVector(nn.Module):
     """The gates of some channels as one vector: weights for the means of a norm over them."""
 
-    is_gate = True
     units: Tensor
 
     def __init__(self, gates: list[Gate], units: Tensor) -> None:
@@ -102,10 +103,10 @@ class GateVector(nn.Module):
         return weight_of(spread(torch.cat(values), self.units, 0, 1))
 
 
+@gate_part
 class GatedWeight(nn.Module):
     """W·(g ⊙ x) = (W ⊙ g)·x: the gates of the incoming channels, multiplied into the weight."""
 
-    is_gate = True
     units: Tensor
 
     def __init__(self, gates: list[Gate], units: Tensor, axis: int) -> None:

@@ -15,6 +15,8 @@ from ..rewriting.parametrizations import parametrized
 from ..rewriting.weighted_norms import open_encoders, weigh
 from ..surgery.apply import plain
 from ..surgery.proof import difference, in_double
+from ..torch_internals.class_swaps import set_class
+from ..torch_internals.markers import gate_part
 from ..tracing.tape import Example, named_tensors
 from .fused import fuse_gates
 from .gate import ALPHA_START, Gate, GatedWeight, GateVector
@@ -36,7 +38,7 @@ def install(model: nn.Module, graph: Graph, example: Example) -> dict[str, Gate]
         _check(model, graph, gates, example)
     except Exception as error:
         for module, family, own in before:
-            module.__class__ = family
+            set_class(module, family)
             vars(module).clear()
             vars(module).update(own)
         for table, entries in tables:
@@ -111,12 +113,10 @@ def insert_gates(model: nn.Module, graph: Graph, gates: dict[str, Gate], alive: 
             owner.register_forward_hook(_let_go)
 
 
+@gate_part
 def _let_go(module: Any, args: Any, out: Any) -> None:
     """torch's recurrent layers hold on to what they computed with, which cannot be copied."""
     module._flat_weights = [weight.detach() for weight in module._flat_weights]
-
-
-_let_go.is_gate = True  # type: ignore[attr-defined]
 
 
 def _owners(model: nn.Module, tensor: Tensor) -> list[tuple[nn.Module, str]]:

@@ -17,19 +17,19 @@ from torch.nn.modules import instancenorm
 
 from ..channels.graph import Graph, Plan, module_of, stays
 from ..errors import PruneError
-from ..rewriting.captured_forward import with_forward
 from ..rewriting.forward_weights import expose, without_computed_weights
+from ..rewriting.installed_forward import with_forward
 from ..rewriting.parametrizations import is_gated, make_plain, parametrized
-from ..rewriting.remove_branches import owner_of, vanishing, without_branches
+from ..rewriting.remove_branches import owner_of, removable_branches, without_branches
 from ..rewriting.resize import resized
 from ..rewriting.stored_graphs import decode, encode
-from ..rewriting.weighted_norms import Fixed, open_encoders, unweigh, weigh, weight_of
+from ..rewriting.weighted_norms import FixedWeights, open_encoders, unweigh, weigh, weight_of
+from ..torch_internals.markers import attach_recipe, is_gate_part
 from ..tracing.tape import Op, copy_model, named_tensors
 from ..validation.arguments import check_graph
 from .attention import Attention
 from .recipe import (
     OTHER_MODEL,
-    RECIPE,
     SPATIAL,
     Recipe,
     describe_bare_norm,
@@ -118,8 +118,8 @@ def write_recipe(model: nn.Module, graph: Graph, plan: Plan) -> Recipe:
 def _take_out_blocks(modules: dict[str, nn.Module], graph: Graph, recipe: Recipe) -> None:
     silent = {path for path in recipe.constants if _makes_something(path, recipe)}
     for path in dict.fromkeys(owner_of(layer, modules) for layer in sorted(silent)):
-        edits = vanishing(path, modules[path], graph, silent)
-        if edits:
+        edits = removable_branches(path, modules[path], graph, silent)
+        if edits and isinstance(edits, list):
             code = None
             if path in graph.rewritten:  # whether or not a number in it changes
                 code = decode(recipe.rewired.get(path, encode(graph.rewritten[path])))
@@ -219,7 +219,7 @@ def _reform(model: nn.Module, recipe: Recipe, *, from_file: bool = False) -> nn.
             parent, _, name = child.rpartition(".")
             delattr(module.get_submodule(parent), name)
     _leave_fused_path(model)
-    setattr(model, RECIPE, recipe.to_json())
+    attach_recipe(model, recipe.to_json())
     return model
 
 
@@ -299,7 +299,7 @@ def fold(model: nn.Module, graph: Graph, gates: Tensor) -> None:
     """
     make_plain(expose(model, graph.forward_weights), graph.computed)
     tensors = dict(named_tensors(model))
-    weigh(model, graph, lambda units: Fixed(weight_of(spread(gates, units, 0, 1))))
+    weigh(model, graph, lambda units: FixedWeights(weight_of(spread(gates, units, 0, 1))))
     open_encoders(model)
     with torch.no_grad():
         for name, axes in graph.sites.items():
@@ -329,6 +329,6 @@ def drop_hooks(model: nn.Module) -> None:
     """Take away what gates do when the model is called."""
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if getattr(hook, "is_gate", False)]:
+            for key in [key for key, hook in hooks.items() if is_gate_part(hook)]:
                 del hooks[key]
                 module._forward_hooks_always_called.pop(key, None)

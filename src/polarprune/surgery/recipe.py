@@ -15,7 +15,6 @@ from torch.nn.modules import batchnorm, conv, instancenorm, padding, pooling
 
 from ..channels.graph import module_of
 
-RECIPE = "polarprune_recipe"
 OTHER_MODEL = (
     "The recipe belongs to another model; give a fresh instance of the class and settings that "
     "were pruned."
@@ -33,7 +32,7 @@ class Recipe:
     identities: list[str] = field(default_factory=list)  # norms and the like over no channels
     hollow: list[str] = field(default_factory=list)  # pools and the like over no channels
     heads: dict[str, list[int]] = field(default_factory=dict)  # of attention that lost some
-    rewired: dict[str, Any] = field(default_factory=dict)  # module -> its code, re-emitted
+    rewired: dict[str, Any] = field(default_factory=dict)  # module -> its rewritten forward
     removed: dict[str, list[str]] = field(default_factory=dict)  # module -> children not called now
     computed: list[str] = field(default_factory=list)  # weights that become plain ones
     unread: list[str] = field(default_factory=list)  # what they were computed from

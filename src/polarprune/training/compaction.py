@@ -21,7 +21,9 @@ from ..gates.gate import Gate
 from ..gates.install import insert_gates
 from ..rewriting.parametrizations import is_gated
 from ..surgery.apply import cut_copy, selected, write_recipe
-from ..surgery.recipe import RECIPE, Recipe
+from ..surgery.recipe import Recipe
+from ..torch_internals.class_swaps import set_class
+from ..torch_internals.markers import attach_recipe, is_gate_part
 from ..tracing.tape import copy_model, named_tensors
 
 
@@ -89,7 +91,7 @@ class Rebuild:
         for optimizer in optimizers:
             _drop_parameters(optimizer, {id(tensor) for tensor in held.values()} - left)
         _Takeover(self.recipe)(model, new)
-        setattr(model, RECIPE, self.recipe.to_json())
+        attach_recipe(model, self.recipe.to_json())
 
     def gated(
         self, model: nn.Module, gates: dict[str, Gate], optimizers: Sequence[Optimizer] = ()
@@ -149,7 +151,7 @@ def gates_in(model: nn.Module, original: nn.Module, gates: dict[str, Gate]) -> d
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All tensors by all their names, as if there were no gates."""
     for path, module in model.named_modules(remove_duplicate=False):
-        if getattr(module, "is_gate", False):
+        if is_gate_part(module):
             continue
         stem, found, leaf = f".{path}".rpartition(".parametrizations.")
         gated = found and "." not in leaf and is_gated(module)
@@ -211,7 +213,7 @@ class _Takeover:
             inner = f"{path}.{key}" if path else key
             merged[key] = child if child is None else self(before, child, inner)
         if kept is not None:
-            kept.__class__ = type(new)
+            set_class(kept, type(new))
             for table in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
                 vars(kept)[table] = vars(new)[table]
             if path in self.recipe.rewired:

@@ -266,5 +266,5 @@ def check_unchanged(names: list[str]) -> None:
     if names:
         raise PruneError(
             f"compact: {names[0]} is another number than when the model was traced, and code that "
-            f"is re-emitted would go on with that. Nothing was changed; train on without compact()."
+            f"is rewritten would go on with that. Nothing was changed; train on without compact()."
         )
