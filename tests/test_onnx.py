@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import polarprune as pp
 import test_attention
-import test_rewritten_code
 import test_norms
+import test_rewritten_code
 from nets import NETS
 from test_exact import VARIANTS, set_gates
 

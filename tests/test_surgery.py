@@ -251,9 +251,7 @@ def test_only_the_code_that_bakes_in_widths_is_rewritten() -> None:
     graph = pp.trace(model, inputs)
     small = pp.shrink(model, graph, some_plan(graph))
     rewritten = [
-        path
-        for path, m in small.named_modules()
-        if type(m).__module__.endswith(".class_swaps")
+        path for path, m in small.named_modules() if type(m).__module__.endswith(".class_swaps")
     ]
     assert rewritten == ["2.downsample"]
     assert type(small[2]) is type(model[2])

@@ -140,7 +140,7 @@ def reason_of(error: Exception) -> str:
     line = (str(error).strip().splitlines() or [""])[0][:200]
     if isinstance(error, PruneError):
         return line
-    return f"its code fails on a proxy ({type(error).__name__}: {line})"
+    return f"its code fails while it is captured ({type(error).__name__}: {line})"
 
 
 def _trace(module: nn.Module, leaves: Sequence[object], form: pytree.TreeSpec) -> fx.Graph:

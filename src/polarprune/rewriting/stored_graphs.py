@@ -190,7 +190,7 @@ def _encode(value: Any) -> Any:
         return float(value) if math.isfinite(value) else {"float": str(float(value))}
     if _is_plain(value):
         return value
-    raise PruneError(f"{value!r} cannot be stored")
+    raise PruneError(f"its code uses {value!r}, which a file cannot hold")
 
 
 def _is_plain(value: Any) -> bool:

@@ -50,7 +50,9 @@ class ValueProxy(fx.Proxy):
         if isinstance(self.value, Mapping):
             return iter(list(self.value))
         create, count = self.tracer.create_proxy, len(self)
-        return iter([create("call_function", operator.getitem, (self, i), {}) for i in range(count)])
+        return iter(
+            [create("call_function", operator.getitem, (self, i), {}) for i in range(count)]
+        )
 
     def keys(self) -> Any:
         """Return the keys of a mapping, which are constants."""
