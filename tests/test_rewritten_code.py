@@ -1037,3 +1037,33 @@ def test_file_that_was_tampered_with_is_refused(tmp_path: Path) -> None:
     save_file(tensors, str(path), metadata={"polarprune": signed(text, tensors)})
     with pytest.raises(pp.PruneError, match=r"function 'os\.system' that is not known: not loaded"):
         pp.load(path, model=made("pad")[0])
+
+
+def test_names_of_nodes_mean_nothing_outside_of_the_file(tmp_path: Path) -> None:
+    """Another version of torch may name nodes otherwise."""
+    path = tmp_path / "small.safetensors"
+    small = shrunk("pad").small
+    pp.save(small, path)
+    with safe_open(str(path), framework="pt") as file:
+        content = json.loads(file.metadata()["polarprune"])
+    for code in content["recipe"]["rewired"].values():
+        for mode in ("train", "eval"):
+            code[mode] = renamed(code[mode])
+    text, tensors = json.dumps({**content, "sha256": BLANK}), load_file(str(path))
+    save_file(tensors, str(path), metadata={"polarprune": signed(text, tensors)})
+    model, x = made("pad")
+    assert torch.equal(pp.load(path, model=model).eval()(x), small.eval()(x))
+
+
+def renamed(nodes: list[Any]) -> list[Any]:
+    """A stored graph with other names of nodes."""
+    names = {name: f"other_{number}" for number, (name, *_) in enumerate(nodes)}
+
+    def replaced(data: Any) -> Any:
+        if isinstance(data, dict) and data.keys() == {"node"}:
+            return {"node": names[data["node"]]}
+        if isinstance(data, dict):
+            return {key: replaced(item) for key, item in data.items()}
+        return [replaced(item) for item in data] if isinstance(data, list) else data
+
+    return [[names[n], kind, target, replaced(a), replaced(k)] for n, kind, target, a, k in nodes]

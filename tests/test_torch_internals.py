@@ -34,7 +34,7 @@ def torch_state() -> list[object]:
         *(vars(kind)[name] for kind, name in patches._SWITCHES),
         nn.Module.__call__,
         nn.Module.__getattr__,
-        WRAPPED <= _symbolic_trace._wrapped_fns_to_patch.keys(),
+        _symbolic_trace._wrapped_fns_to_patch.keys() >= WRAPPED,
         torch.backends.mha.get_fastpath_enabled(),
         torch.backends.mkldnn.enabled,
     ]
