@@ -68,7 +68,7 @@ def masked(model: nn.Module, graph: Graph, plan: Plan) -> nn.Module:
 def worst(model: nn.Module, graph: Graph, *inputs: Tensor) -> float:
     """How far cut models are from the masked one, at most.
 
-    The first input is the example. Others may be refused by re-emitted code, and where the original
+    The first input is the example. Others may be refused by rewritten code, and where the original
     does not run there is nothing to compare.
     """
     found = 0.0
@@ -83,7 +83,7 @@ def worst(model: nn.Module, graph: Graph, *inputs: Tensor) -> float:
             try:
                 given = small(x)
             except pp.PruneError as refused:
-                assert number and "re-emitted for the sizes" in str(refused), refused
+                assert number and "rewritten for the sizes" in str(refused), refused
                 continue
             for a, b in zip(_tensors(wanted), _tensors(given), strict=True):
                 assert a.shape == b.shape, (plan, a.shape, b.shape)

@@ -90,7 +90,7 @@ def standardized() -> nn.Module:
 
 IMAGE = (2, 3, 6, 6)
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], dict[str, Any]]] = {
-    "re-emitted code": (Baked, lambda: torch.randn(IMAGE), {}),
+    "rewritten code": (Baked, lambda: torch.randn(IMAGE), {}),
     "a block without its branch": (blocks, lambda: torch.randn(IMAGE), {"1.one": []}),
     "fewer heads": (Attends, lambda: torch.randn(2, 4, 5), {}),
     "an embedding, tied": (Tied, lambda: torch.arange(8).reshape(2, 4), {}),

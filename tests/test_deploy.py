@@ -132,7 +132,7 @@ def test_a_model_may_write_to_its_input(tmp_path: Path) -> None:
 
 
 class Generator(nn.Module):
-    """Its sizes are in its code, which is re-emitted when it is cut."""
+    """Its sizes are in its code, which is rewritten when it is cut."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class Generator(nn.Module):
 
 
 @pytest.mark.parametrize("suffix", list(deployment.FORMATS))
-def test_re_emitted_code_takes_any_batch(tmp_path: Path, suffix: str) -> None:
+def test_rewritten_code_takes_any_batch(tmp_path: Path, suffix: str) -> None:
     model, z = Generator(), torch.randn(2, 6)
     graph = pp.trace(model, z)
     small = pp.shrink(model, graph, {name: [0, 2] for name in graph.prunable})

@@ -98,7 +98,7 @@ def test_a_number_of_a_channel_still_means_the_same_channel(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["h[:, 1]", "h[:, 1] = 0.5", "h[:, :2] = 0.5", "flattened"])
-def test_code_that_cannot_be_re_emitted_freezes_what_it_counts(name: str) -> None:
+def test_code_that_cannot_be_rewritten_freezes_what_it_counts(name: str) -> None:
     body, _ = BODIES[name]
 
     def unwritable(net: Any, h: Tensor) -> Any:

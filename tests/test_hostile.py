@@ -302,7 +302,7 @@ def test_numbers_that_change_while_it_trains_are_those_of_the_end() -> None:
         pruner.compact()
     small = pruner.export()
     assert pruner.graph.rewritten and apart(model, small, torch.randn(9, 6).double()) < 1e-12
-    with pytest.raises(pp.PruneError, match=r"heat = 7.0: .* was re-emitted with 2.95"):
+    with pytest.raises(pp.PruneError, match=r"heat = 7.0: .* was rewritten with 2.95"):
         small.heat = 7.0
     small.heat, small.note = 2.95, "new"  # the same, and what was not there
 

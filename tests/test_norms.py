@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import polarprune as pp
 from nets import randomise
 from polarprune.gates.folding import fold
-from polarprune.rewriting.weighted_norms import weighted_mean
+from polarprune.rewriting.weighted_statistics import weighted_mean
 from polarprune.surgery.proof import difference, prove_equal
 from test_exact import counted
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import polarprune as pp
 import test_attention
-import test_emit
 import test_norms
+import test_rewritten_code
 from nets import NETS
 from test_exact import VARIANTS, set_gates
 
@@ -34,10 +34,10 @@ def attention(name: str) -> Made:
 # The model, and the modules that come back with other code than the user's.
 CASES: dict[str, tuple[Callable[[], Made], set[str]]] = {
     "plain convolutions": (lambda: net("digits_resnet"), set()),
-    "baked-in padding": (lambda: test_emit.made("pad"), {"1"}),
-    "baked-in slices": (lambda: test_emit.made("slices"), {"1"}),
-    "windowed attention": (lambda: test_emit.made("windows"), {"attention"}),
-    "heads that follow a number": (lambda: test_emit.made("gpt2"), set()),
+    "baked-in padding": (lambda: test_rewritten_code.made("pad"), {"1"}),
+    "baked-in slices": (lambda: test_rewritten_code.made("slices"), {"1"}),
+    "windowed attention": (lambda: test_rewritten_code.made("windows"), {"attention"}),
+    "heads that follow a number": (lambda: test_rewritten_code.made("gpt2"), set()),
     "packed attention": (lambda: attention("packed"), {"1.attention"}),
     "attention of torch": (lambda: attention("torch"), {"1.attention.attention"}),
     "attention of torch, weights": (

@@ -61,11 +61,11 @@ def test_dim_arguments_on_a_tensor_without_axes_are_followed(name: str) -> None:
         assert cut_error(net, graph, (x,)) < 1e-10
 
 
-# --- re-emitted code whose arguments are computed -------------------------------------------------
+# --- rewritten code whose arguments are computed -------------------------------------------------
 
 
 class Reordered(nn.Module):
-    """Code that counts channels, so that it is re-emitted; then `reform`."""
+    """Code that counts channels, so that it is rewritten; then `reform`."""
 
     def __init__(self, reform: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ REFORMS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {  # and how many u
 
 
 @pytest.mark.parametrize("name", REFORMS)
-def test_re_emitted_code_may_compute_any_argument(name: str) -> None:
+def test_rewritten_code_may_compute_any_argument(name: str) -> None:
     prunable, reform = REFORMS[name]
     net, x = Reordered(reform).double().eval(), torch.randn(2, 5).double()
     graph = pp.trace(net, x)
@@ -212,7 +212,7 @@ def test_an_lstm_keeps_more_hidden_units_than_projections(body: Any, width: int)
 
 @pytest.mark.parametrize("unpack", [lambda found: found[0], lambda found: next(iter(found))])
 @pytest.mark.parametrize("weights", [False, True])
-def test_attention_whose_answer_holds_none_is_followed_in_re_emitted_code(
+def test_attention_whose_answer_holds_none_is_followed_in_rewritten_code(
     unpack: Any, weights: bool
 ) -> None:
     class Attends(nn.Module):

@@ -15,8 +15,9 @@ from nets import NETS, BasicBlock, cbr, digits_resnet, head
 from polarprune.channels.graph import Graph
 from polarprune.cost.other_scores import magnitude_scores, plan_by_score, random_scores
 from polarprune.surgery.apply import cut_copy
-from polarprune.surgery.recipe import RECIPE, Recipe
+from polarprune.surgery.recipe import Recipe
 from polarprune.surgery.write_recipe import write_recipe
+from polarprune.torch_internals.markers import attached_recipe
 from test_exact import VARIANTS, counted, difference, double, pruner_of, set_gates, traced
 
 Plan = dict[str, list[int]]
@@ -251,9 +252,7 @@ def test_only_the_code_that_bakes_in_widths_is_rewritten() -> None:
     graph = pp.trace(model, inputs)
     small = pp.shrink(model, graph, some_plan(graph))
     rewritten = [
-        path
-        for path, m in small.named_modules()
-        if type(m).__module__.endswith(".captured_forward")
+        path for path, m in small.named_modules() if type(m).__module__.endswith(".class_swaps")
     ]
     assert rewritten == ["2.downsample"]
     assert type(small[2]) is type(model[2])
@@ -346,7 +345,7 @@ def test_recipe_survives_json(name: str, plan: Any) -> None:
     assert again == recipe
     small, rebuilt = (cut_copy(model, r) for r in (recipe, again))
     assert torch.equal(small(*inputs), rebuilt(*inputs))
-    assert json.loads(json.dumps(getattr(small, RECIPE))) == json.loads(text)
+    assert json.loads(json.dumps(attached_recipe(small))) == json.loads(text)
 
 
 def test_plan_survives_json() -> None:

@@ -46,11 +46,11 @@ def more_if_wide(net: Any, h: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("body", [repeated, fewer_if_wide, more_if_wide])
 def test_operations_that_come_or_go_at_the_end_are_noticed(body: Any) -> None:
-    assert checked(body).units == 28  # re-emitted as the example ran
+    assert checked(body).units == 28  # rewritten as the example ran
 
 
 @pytest.mark.parametrize("body", [repeated, fewer_if_wide, more_if_wide])
-def test_they_freeze_channels_if_the_code_cannot_be_re_emitted(body: Any) -> None:
+def test_they_freeze_channels_if_the_code_cannot_be_rewritten(body: Any) -> None:
     def unwritable(net: Any, h: Tensor) -> Any:
         with torch.enable_grad():  # which no graph can hold
             h = h + 0

@@ -111,7 +111,7 @@ EXPLOITS = {
 def test_known_ways_to_a_shell_are_refused(
     name: str, victims: dict[str, Victim], tmp_path: Path
 ) -> None:
-    refused(victims["re-emitted code"], with_nodes(victims["re-emitted code"], EXPLOITS[name]),
+    refused(victims["rewritten code"], with_nodes(victims["rewritten code"], EXPLOITS[name]),
             tmp_path)  # fmt: skip
 
 
@@ -176,7 +176,7 @@ HOSTILE = [
 def test_a_node_outside_the_closed_set_is_refused(
     one: Any, victims: dict[str, Victim], tmp_path: Path
 ) -> None:
-    baked = victims["re-emitted code"]
+    baked = victims["rewritten code"]
     refused(baked, with_nodes(baked, [one]), tmp_path)
 
 
@@ -426,7 +426,7 @@ def test_what_children_give_counts_as_an_input(monkeypatch: pytest.MonkeyPatch) 
 def test_what_fails_names_the_module_and_the_node(
     victims: dict[str, Victim], tmp_path: Path
 ) -> None:
-    one = victims["re-emitted code"]
+    one = victims["rewritten code"]
     wrong = [call("h", "torch.matmul", X, X)]
     small = opened(one, with_nodes(one, wrong), tmp_path)
     with pytest.raises(pp.PruneError) as error:
@@ -449,7 +449,7 @@ class Own(RuntimeError):
 def test_what_a_child_raises_on_purpose_stays_what_it_is(
     kind: type[Exception], victims: dict[str, Victim], tmp_path: Path
 ) -> None:
-    one = victims["re-emitted code"]
+    one = victims["rewritten code"]
     small = opened(one, one.data, tmp_path)
 
     def stop(*_: Any) -> None:
@@ -659,23 +659,23 @@ def put(*keys: Any, value: Any) -> Callable[[dict[str, Any]], None]:
 
 W = "stem.weight"
 RECIPES: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
-    **{f"{field} is {value!r}": ("re-emitted code", put(field, value=value))
+    **{f"{field} is {value!r}": ("rewritten code", put(field, value=value))
        for field in ("shapes", "slices", "attributes", "constants", "heads", "rewired", "removed",
                      "computed", "unread", "hollow", "identities")
        for value in (None, 1, "a", [1], [[]], {"a": None}, {"nowhere": []}, ["nowhere"],
                      {"nowhere": {"0": [0]}}, ["stem", "stem"])},
-    **{f"a field {name}": ("re-emitted code", put(name, value={}))
+    **{f"a field {name}": ("rewritten code", put(name, value={}))
        for name in ("vanished", "new", "")},
-    "a field missing": ("re-emitted code", lambda recipe: recipe.pop("unread")),
-    **{f"indices {kept}": ("re-emitted code", put("slices", W, "0", value=kept))
+    "a field missing": ("rewritten code", lambda recipe: recipe.pop("unread")),
+    **{f"indices {kept}": ("rewritten code", put("slices", W, "0", value=kept))
        for kept in ([0, 0, 1, 1], [1, 0, 2, 3], [-1, 0, 1, 2], [0, 1, 2, 8], [0, 1, 2, True],
                     [0, 1, 2.0], ["0"], "0123", None, [0] * 4, [0, 1, 2, 10**30])},
-    **{f"axis {axis}": ("re-emitted code", put("slices", W, axis, value=[0]))
+    **{f"axis {axis}": ("rewritten code", put("slices", W, axis, value=[0]))
        for axis in ("4", "-1", "00", "a", "", "\u0662", "1e0", "99999999999999999999")},
-    "slices of no tensor": ("re-emitted code", put("slices", "nowhere", value={"0": [0]})),
-    "another shape": ("re-emitted code", put("shapes", W, value=[8, 3, 3, 4])),
-    "a shape of no tensor": ("re-emitted code", put("shapes", "nowhere", value=[1])),
-    **{f"stem.{name} = {value!r}": ("re-emitted code", put("attributes", "stem", name, value=value))
+    "slices of no tensor": ("rewritten code", put("slices", "nowhere", value={"0": [0]})),
+    "another shape": ("rewritten code", put("shapes", W, value=[8, 3, 3, 4])),
+    "a shape of no tensor": ("rewritten code", put("shapes", "nowhere", value=[1])),
+    **{f"stem.{name} = {value!r}": ("rewritten code", put("attributes", "stem", name, value=value))
        for name, value in (("out_channels", 3), ("out_channels", 8), ("out_channels", True),
                            ("in_channels", 4), ("groups", 4), ("stride", 1), ("kernel_size", [3]),
                            ("training", 0), ("forward", 0), ("_modules", 0), ("__class__", 0),
@@ -688,16 +688,16 @@ RECIPES: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
            ("a computed weight", "3", "out_channels", 1),
            ("a block without its branch", "4", "out_features", 1),
            ("a block without its branch", "0", "groups", 0))},
-    "an attribute missing": ("re-emitted code", lambda r: r["attributes"]["stem"].pop("groups")),
-    "a constant with channels": ("re-emitted code", put("constants", value=["stem"])),
+    "an attribute missing": ("rewritten code", lambda r: r["attributes"]["stem"].pop("groups")),
+    "a constant with channels": ("rewritten code", put("constants", value=["stem"])),
     "an identity with channels": ("fewer heads", put("identities", value=["norm"])),
-    "a pool that is none": ("re-emitted code", put("hollow", value=["stem"])),
+    "a pool that is none": ("rewritten code", put("hollow", value=["stem"])),
     **{f"heads {heads}": ("fewer heads", put("heads", "attention", value=heads))
        for heads in ([], [0], [0, 1], [2, 0], [0, 9], [0, 0], ["0"], [True, 2])},
     "heads of no attention": ("fewer heads", put("heads", "norm", value=[0])),
     "half a head": ("fewer heads", lambda r: r["slices"]["attention.in_proj_bias"]["0"].pop()),
-    "a weight computed that is none": ("re-emitted code", put("computed", value=["stem"])),
-    "a tensor unread that is read": ("re-emitted code", put("unread", value=[W])),
+    "a weight computed that is none": ("rewritten code", put("computed", value=["stem"])),
+    "a tensor unread that is read": ("rewritten code", put("unread", value=[W])),
     "a child removed that is called": ("a block without its branch",
                                        put("removed", "1", value=["last", "one", "norm", "two"])),
     "a child removed that is not there": ("a block without its branch",
@@ -706,7 +706,7 @@ RECIPES: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
                                        put("removed", "", value=["1", "1.one"])),
     "removed with no code": ("a block without its branch", put("removed", "0", value=[])),
     "a path removed": ("a block without its branch", put("removed", "1", value=["_\uff3fa"])),
-    "code for no module": ("re-emitted code", lambda r: r["rewired"].update(no=r["rewired"][""])),
+    "code for no module": ("rewritten code", lambda r: r["rewired"].update(no=r["rewired"][""])),
     "an alias of nothing": ("an embedding, tied", lambda r: None),
 }  # fmt: skip
 
@@ -733,7 +733,7 @@ def test_slices_that_repeat_an_index_take_no_memory(
     victims: dict[str, Victim], tmp_path: Path
 ) -> None:
     """179 KB of indices made 6.9 GB."""
-    one = victims["re-emitted code"]
+    one = victims["rewritten code"]
     many = {"0": [0] * 30_000, "1": [0] * 30_000}
     refused(one, forged(one, put("slices", W, value=many)), tmp_path, "out of order or range")
 
@@ -741,7 +741,7 @@ def test_slices_that_repeat_an_index_take_no_memory(
 def test_code_is_not_endless(
     victims: dict[str, Victim], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = victims["re-emitted code"]
+    one = victims["rewritten code"]
     small = opened(one, one.data, tmp_path)
     monkeypatch.setattr(untrusted, "_CODE", 2000)
     opened(one, one.data, tmp_path)
@@ -756,7 +756,7 @@ def test_code_is_not_endless(
 def test_a_file_far_larger_than_the_model_is_not_read(
     victims: dict[str, Victim], tmp_path: Path
 ) -> None:
-    one, file = victims["re-emitted code"], tmp_path / "some.safetensors"
+    one, file = victims["rewritten code"], tmp_path / "some.safetensors"
     many = {**one.tensors, **{f"t{k}": torch.zeros(0) for k in range(200)}}
     refused(one, replace(one, tensors=many).signed(json.dumps(one.content)), tmp_path, "too large")
     header = {"__metadata__": {"polarprune": json.dumps(one.content)},
@@ -772,7 +772,7 @@ def test_a_file_far_larger_than_the_model_is_not_read(
 def test_messages_hold_nothing_that_a_terminal_acts_on(
     victims: dict[str, Victim], tmp_path: Path
 ) -> None:
-    one = victims["re-emitted code"]
+    one = victims["rewritten code"]
     for name in ("\x1b]0;title\x07", "\ud800", "\u202e", "a" * 4000):
         with pytest.raises(pp.PruneError) as error:
             opened(one, forged(one, put("unread", value=[name])), tmp_path)
@@ -792,7 +792,7 @@ def add_input(code: dict[str, Any], *default: Any) -> None:
         code[mode].insert(1, node("more", "placeholder", "more", list(default)))
 
 
-@pytest.mark.parametrize("name", ["re-emitted code", "a block without its branch"])
+@pytest.mark.parametrize("name", ["rewritten code", "a block without its branch"])
 def test_arguments_that_the_class_does_not_take_are_refused(
     name: str, victims: dict[str, Victim], tmp_path: Path
 ) -> None:
@@ -812,14 +812,14 @@ def test_arguments_that_the_class_does_not_take_are_refused(
 def test_tensors_of_another_kind_are_refused(
     dtype: torch.dtype, victims: dict[str, Victim], tmp_path: Path
 ) -> None:
-    one = victims["re-emitted code"]
+    one = victims["rewritten code"]
     tensors = {**one.tensors, W: one.tensors[W].to(dtype)}
     data = replace(one, tensors=tensors).signed(json.dumps(one.content))
     refused(one, data, tmp_path, "does not fit")
 
 
 def test_a_model_on_the_meta_device_is_refused(victims: dict[str, Victim], tmp_path: Path) -> None:
-    one = victims["re-emitted code"]
+    one = victims["rewritten code"]
     with torch.device("meta"):
         model = one.make()
     with pytest.raises(pp.PruneError, match="meta device"):

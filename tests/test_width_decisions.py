@@ -36,7 +36,7 @@ def repeated(times: Any) -> Any:
     return body
 
 
-# What the first layer's 16 channels decide. Where it can be re-emitted, all of them stay prunable.
+# What the first layer's 16 channels decide. Where it can be rewritten, all of them stay prunable.
 DECISIONS: dict[str, Any] = {
     "a width and a height": chosen(lambda net, h: h.shape[1] >= h.shape[2]),
     "a width and a number": chosen(lambda net, h: h.shape[1] > 3),
@@ -75,7 +75,7 @@ def test_the_way_that_was_trained_is_taken(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DECISIONS)
-def test_code_that_cannot_be_re_emitted_freezes_what_it_compares(name: str) -> None:
+def test_code_that_cannot_be_rewritten_freezes_what_it_compares(name: str) -> None:
     inner = DECISIONS[name]
 
     def body(net: Any, h: Tensor) -> Any:
@@ -110,7 +110,7 @@ CHECKS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_checks_that_hold_after_any_cut_change_nothing(name: str) -> None:
-    """The model stays of its own class: no code is re-emitted for an assertion."""
+    """The model stays of its own class: no code is rewritten for an assertion."""
 
     def body(net: Any, h: Tensor) -> Any:
         assert CHECKS[name](net, h)

@@ -24,8 +24,8 @@ from ..channels.rules.table import by_tag
 from ..cost.resources import measure
 from ..errors import PruneError
 from ..rewriting.capture import capture_all
-from ..rewriting.captured_forward import CapturedForward
-from ..rewriting.resize import shim
+from ..rewriting.captured_forward import CapturedForward, Refused, notes_of
+from ..rewriting.resize import marked_forward
 from ..rewriting.weighted_norms import weights_in
 from ..tracing.recorder import record
 from ..tracing.tape import Example, Tape, named_tensors, on_host
@@ -61,8 +61,9 @@ class Inspection:
         self.seeds: set[int] = {1, 2}
         self.notes: list[str] = []
         self._norm_code: dict[str, CapturedForward] = {}  # modules that take means over channels
-        self._unweightable: set[str] = set()  # modules whose means cannot be weighted
-        self._not_capturable: set[str] = set()
+        self._unweightable: dict[str, Refused] = {}  # means that cannot be weighted
+        self._not_capturable: dict[str, Refused] = {}
+        self._not_running: dict[str, Refused] = {}  # modules with which the model did not run
         self._tapes: tuple[Tape, ...] = ()
         self._followed_before: tuple[tuple[Tape, ...], int, Flow] | None = None
 
@@ -73,8 +74,8 @@ class Inspection:
             unknown = {item.op.module for item in graph.statistics} - self._norm_code.keys()
             if unknown:
                 found = capture_all(self.model, self.example, sorted(unknown))
-                self._norm_code.update(found)
-                self._unweightable |= unknown - found.keys()
+                self._norm_code.update(found.captured)
+                self._unweightable.update(found.refused)
                 self._tapes = ()
                 continue
             before = len(self._unweightable)
@@ -91,7 +92,7 @@ class Inspection:
             graph = replace(
                 graph,
                 rewrites=Rewrites(dict(self.rewritten), self.followed_attributes()),
-                notes=(*graph.notes, *self.notes, *closing),
+                notes=(*graph.notes, *self.notes, *closing, *self._unweightable_notes()),
             )
             needed = carrying_groups(graph) | attention_groups(graph) | self.must_keep.keys()
             graph = graph.with_minimum(dict.fromkeys(needed, 1))
@@ -106,8 +107,10 @@ class Inspection:
         for path in dict.fromkeys(item.op.module for item in graph.statistics):
             captured = self.rewritten.get(path) or self._norm_code[path]
             found = weights_in(graph, path, captured)
-            if found is None or "forward" in vars(self.modules[path]):  # could not be restored
-                self._unweightable.add(path)
+            if "forward" in vars(self.modules[path]):  # could not be restored
+                found = Refused("its forward was replaced on the instance")
+            if isinstance(found, Refused):
+                self._unweightable[path] = found
             else:
                 weights[path], weighted[path] = found
         rewrites = replace(graph.rewrites, weights=weights, weighted=weighted)
@@ -131,7 +134,9 @@ class Inspection:
     def _record(self) -> tuple[Tape, ...]:
         """Trace the model in eval mode, and in train mode if it runs in that."""
         code = {**self._norm_code, **self.rewritten}
-        shims = {path: partial(shim, captured=captured) for path, captured in code.items()}
+        shims = {
+            path: partial(marked_forward, captured=captured) for path, captured in code.items()
+        }
         tapes = [record(self.model, self.example, training=False, shims=shims)]
         self.notes = []
         try:
@@ -171,9 +176,9 @@ class Inspection:
         """Capture the forward of these modules; return False if none of them can be captured."""
         wanted = [path for path in dict.fromkeys(paths) if self._may_be_captured(path)]
         found = capture_all(self.model, self.example, wanted)
-        self._not_capturable |= set(wanted) - found.keys()
-        self.set_rewritten({**self.rewritten, **found})
-        return bool(found)
+        self._not_capturable.update(found.refused)
+        self.set_rewritten({**self.rewritten, **found.captured})
+        return bool(found.captured)
 
     def _may_be_captured(self, path: str) -> bool:
         """Return False for layers of torch, and for modules that were captured or refused."""
@@ -181,8 +186,16 @@ class Inspection:
         return not of_torch and path not in self.rewritten and path not in self._not_capturable
 
     def refusal(self, path: str) -> str:
-        """Return that a module cannot be rewritten, as the end of a clause; empty if it can."""
-        return " (its forward cannot be rewritten)" if path in self._not_capturable else ""
+        """Return why a module cannot be rewritten, as the end of a clause; empty if it can."""
+        refused = self._not_capturable.get(path) or self._not_running.get(path)
+        return f" (its forward cannot be rewritten: {refused})" if refused else ""
+
+    def note_failure(self, path: str, error: PruneError) -> None:
+        """Remember that the model did not run with this module rewritten."""
+        self._not_running[path] = Refused(str(error))
+
+    def _unweightable_notes(self) -> list[str]:
+        return notes_of(self._unweightable, "norms=True has no effect on its statistics")
 
     def set_rewritten(self, rewritten: dict[str, CapturedForward]) -> None:
         """Use these captured forwards; the model has to be traced again."""

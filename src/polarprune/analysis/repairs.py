@@ -139,6 +139,7 @@ def with_captured_class(inspection: Inspection, graph: Graph, module: str) -> Gr
     try:
         if inspection.rewrite(used):
             return inspection.inspect()
-    except PruneError:  # with captured forwards, the modules no longer fit together
+    except PruneError as error:  # with captured forwards, the modules no longer fit together
+        inspection.note_failure(module, error)
         inspection.set_rewritten(before)
     return None

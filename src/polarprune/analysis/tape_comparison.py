@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..channels.graph import Graph
-from ..rewriting.resize import padding
+from ..rewriting.resize_calls import padding
 from ..surgery.recipe import Recipe
 from ..tracing.tape import Op, Tape, Value
 

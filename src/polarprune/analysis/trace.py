@@ -19,10 +19,12 @@ from ..channels.propagation import Rule
 from ..channels.rules.table import RULES
 from ..cost.resources import add_extras
 from ..errors import PruneError
-from ..rewriting.captured_forward import fixed_values
 from ..rewriting.forward_weights import find, without_computed_weights
+from ..rewriting.installed_forward import fixed_values
 from ..rewriting.parametrizations import by_hooks, computed, is_gated
-from ..rewriting.remove_branches import dropped_with, remembering
+from ..rewriting.remove_branches import removed_with_groups
+from ..rewriting.symbolic_graphs import graphs_cached
+from ..torch_internals.patches import exclusive
 from ..tracing.tape import Example, as_call, named_tensors, on_host
 from ..validation.arguments import checked_rules, keep_patterns
 from ..validation.models import check_example, check_model
@@ -81,6 +83,7 @@ def trace(
     )
 
 
+@exclusive()
 def survey(
     model: nn.Module,
     example: Example,
@@ -95,18 +98,20 @@ def survey(
     if not isinstance(norms, bool):
         raise PruneError(f"norms={norms!r}: give True or False.")
     _check_inputs(model, example)
-    forward_weights, remarks = find(model, example), by_hooks(model)
+    weights, remarks = find(model, example), by_hooks(model)
+    forward_weights = weights.found
     names = computed(model) + [f"{path}.{one.leaf}" for path, one in forward_weights.items()]
     model = without_computed_weights(model, forward_weights)
     inspection = Inspection(model, example, patterns, {**RULES, **own}, norms)
     graph = _confirmed(inspection, compare_outputs)
     held = {path: fixed_values(model.get_submodule(path)) for path in graph.rewritten}
+    frozen = {name: group.reason for name, group in graph.groups.items() if group.frozen}
     return replace(
         graph,
         rewrites=replace(
             graph.rewrites, computed=names, forward_weights=forward_weights, held=held
         ),
-        notes=(*graph.notes, *remarks),
+        notes=(*graph.notes, *remarks, *weights.notes(frozen)),
         with_norms=inspection.more_with_norms(graph),
     )
 
@@ -114,12 +119,13 @@ def survey(
 def _confirmed(inspection: Inspection, compare_outputs: bool) -> Graph:
     """Return the confirmed graph; its cost knows the tensors that go with closed groups."""
     model = inspection.model
-    with remembering(), _without_old_garbage():
+    with graphs_cached(), _without_old_garbage():
         graph = confirm(inspection, compare_outputs)
         closable = [name for name, group in graph.prunable.items() if not group.minimum]
         with on_host():
-            add_extras(model, graph, dropped_with(model, graph, closable))
-    return graph
+            removed, kept = removed_with_groups(model, graph, closable)
+            add_extras(model, graph, removed)
+    return replace(graph, notes=(*graph.notes, *kept))
 
 
 def _check_inputs(model: nn.Module, example: Example) -> None:

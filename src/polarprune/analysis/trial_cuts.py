@@ -15,7 +15,8 @@ from torch import nn
 
 from ..channels.graph import Graph, Plan
 from ..errors import PruneError
-from ..surgery.apply import cut_copy, fold, mock_copy, write_recipe
+from ..gates.folding import fold
+from ..surgery.apply import cut_copy, mock_copy
 from ..surgery.other_inputs import fresh_inputs
 from ..surgery.proof import StaysDouble, in_double, prove_equal
 from ..surgery.recipe import Recipe

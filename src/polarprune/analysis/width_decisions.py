@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import Tensor, nn
 
 from ..channels.graph import FROZEN, Graph, Plan
-from ..surgery.apply import write_recipe
+from ..surgery.write_recipe import write_recipe
 from ..tracing.watched_sizes import AttributeOf, Decision, Expression, Leaf, SizeOf
 
 Read = Callable[[Leaf], int]  # returns the number that a size or an attribute has after a cut

@@ -28,7 +28,7 @@ from .propagation import Contraction, Statistic
 if TYPE_CHECKING:
     from ..cost.resources import Cost
     from ..rewriting.captured_forward import CapturedForward
-    from ..rewriting.forward_weights import ForwardWeight
+    from ..rewriting.weight_graphs import ForwardWeight
 
 __all__ = [
     "FROZEN",

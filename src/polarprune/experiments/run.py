@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..cost.timing import environment
 from ..errors import PruneError
 from ..files.model_file import load, read_card, save, write_tensors
-from ..surgery.recipe import RECIPE
+from ..torch_internals.markers import attached_recipe
 from ..training.pruner import Pruner
 from .imagenet import from_torchvision
 from .networks import BACKBONES, NETWORKS
@@ -348,7 +348,7 @@ class Run:
         if not self.writes:
             return ""
         file = self.out / f"{name}.safetensors"
-        if hasattr(model, RECIPE):
+        if attached_recipe(model) is not None:
             save(model, file, card={k: v for k, v in card.items() if k != "sha256"})
         else:
             file = self.out / f"{name}-state.safetensors"

@@ -17,11 +17,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..errors import PruneError
+from ..rewriting.captured_forward import Refused
 from ..rewriting.parametrizations import make_plain
-from ..rewriting.remove_branches import without_branches, write_down
+from ..rewriting.remove_branches import without_branches
 from ..rewriting.stored_graphs import decode, encode
+from ..rewriting.symbolic_graphs import editable_graph
 from ..surgery.apply import cut_copy
-from ..surgery.recipe import OTHER_MODEL, RECIPE, Recipe, check_shapes
+from ..surgery.recipe import OTHER_MODEL, Recipe, check_shapes
+from ..torch_internals.markers import attached_recipe, uncompiled
 from ..tracing.tape import copy_model, named_tensors
 from ..validation.arguments import check_path
 from .untrusted import (
@@ -55,8 +58,8 @@ def save(model: nn.Module, path: str | Path, *, card: dict[str, Any] | None = No
     check_path("save", path)
     if card is not None and not isinstance(card, dict):
         raise PruneError(f"save: card is a {type(card).__name__}; give a dict of plain data.")
-    model = getattr(model, "_orig_mod", model)  # inside torch.compile: its names are the class's
-    recipe = getattr(model, RECIPE, None)
+    model = uncompiled(model)  # inside torch.compile: its names are the class's
+    recipe = attached_recipe(model)
     if recipe is None:
         raise PruneError(
             f"save: {type(model).__name__} was not made by export() or shrink(); a plain model "
@@ -194,9 +197,9 @@ def _current(data: Any, model: nn.Module) -> dict[str, Any]:
     for path, edits in vanished.items():
         demand(path in modules and type(edits) is list, f"there is no module {path!r}")
         code = decode(recipe["rewired"][path]) if path in recipe["rewired"] else None
-        graph = code.graphs["train"] if code else write_down(modules[path])
-        demand(graph is not None, f"{path} is of another class")
-        names = {node.name for node in graph.nodes} if graph else set()
+        graph = code.graphs["train"] if code else editable_graph(modules[path])
+        demand(not isinstance(graph, Refused), f"{path} is of another class")
+        names = set() if isinstance(graph, Refused) else {node.name for node in graph.nodes}
         for edit in edits:
             fine = edit in ({"node": edit["node"], how: True} for how in ("vector", "spread"))
             demand(fine and edit["node"] in names, f"{path} is of another class")

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from ..channels.graph import Graph
 from ..rewriting.forward_weights import expose
 from ..rewriting.parametrizations import is_gated, make_plain, parametrized
-from ..rewriting.weighted_norms import Fixed, open_encoders, unweigh, weigh, weight_of
+from ..rewriting.weighted_norms import FixedWeights, open_encoders, unweigh, weigh, weight_of
+from ..torch_internals.markers import is_gate_part
 from ..tracing.tape import copy_model, named_tensors
 
 
@@ -27,7 +28,7 @@ def fold(model: nn.Module, graph: Graph, gates: Tensor) -> None:
     """
     make_plain(expose(model, graph.forward_weights), graph.computed)
     tensors = dict(named_tensors(model))
-    weigh(model, graph, lambda units: Fixed(weight_of(spread(gates, units, 0, 1))))
+    weigh(model, graph, lambda units: FixedWeights(weight_of(spread(gates, units, 0, 1))))
     open_encoders(model)
     with torch.no_grad():
         for name, axes in graph.sites.items():
@@ -60,6 +61,6 @@ def drop_hooks(model: nn.Module) -> None:
     """Remove the forward hooks that gates registered, in place."""
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if getattr(hook, "is_gate", False)]:
+            for key in [key for key, hook in hooks.items() if is_gate_part(hook)]:
                 del hooks[key]
                 module._forward_hooks_always_called.pop(key, None)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from ..torch_internals.markers import gate_part
 from .folding import drop_hooks
 from .gate import Gate, GatedWeight, gate_slope, gate_value
 
@@ -30,6 +31,8 @@ SLOW_TO_LAUNCH = {"cuda", "xpu", "mps"}  # devices on which launching a kernel t
 _RUN = 64  # elements that are added up in one row
 
 
+@gate_part
+@gate_part
 class FusedGates:
     """A forward pre-hook of the network; layers then `take` their gated weights.
 
@@ -37,8 +40,6 @@ class FusedGates:
         sites: The parametrized weights, each with one `GatedWeight`. The number of a weight in
             this list is its slot.
     """
-
-    is_gate = True
 
     def __init__(self, sites: list[ParametrizationList]) -> None:
         self.sites = sites
@@ -107,10 +108,10 @@ class FusedGates:
         return self.ready[slot]
 
 
+@gate_part
+@gate_part
 class _End:
     """A forward hook that tells `FusedGates` that the network's forward is over."""
-
-    is_gate = True
 
     def __init__(self, fused: FusedGates) -> None:
         self.fused = fused

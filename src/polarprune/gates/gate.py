@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import PruneError
 from ..rewriting.weighted_norms import weight_of
+from ..torch_internals.markers import gate_part
 from .folding import spread
 
 ALPHA_START, EPS_START = 1.0, 0.1
@@ -30,6 +31,8 @@ def gate_slope(alpha: Tensor, eps: Tensor | float) -> Tensor:
     return 2 * alpha * eps / (alpha * alpha + eps) ** 2
 
 
+@gate_part
+@gate_part
 class Gate(nn.Module):
     """Multiply each channel of the input by its gate g(α) = α² / (α² + ε), between 0 and 1.
 
@@ -62,7 +65,6 @@ class Gate(nn.Module):
         [0.0, 1.0, 1.0]
     """
 
-    is_gate = True
     alpha: nn.Parameter
     eps: Tensor
 
@@ -117,6 +119,8 @@ class ReadyWeights(Protocol):
         """Return the gated weight number `slot` if it is ready."""
 
 
+@gate_part
+@gate_part
 class GateVector(nn.Module):
     """The gates of some channels as one vector: the weights of a norm's means over them.
 
@@ -125,7 +129,6 @@ class GateVector(nn.Module):
         units: For every channel, its index in the concatenated gates; -1 for a frozen channel.
     """
 
-    is_gate = True
     units: Tensor
 
     def __init__(self, gates: list[Gate], units: Tensor) -> None:
@@ -138,6 +141,8 @@ class GateVector(nn.Module):
         return weight_of(spread(torch.cat(_values(self.gates)), self.units, 0, 1))
 
 
+@gate_part
+@gate_part
 class GatedWeight(nn.Module):
     """A parametrization that multiplies the gates of the input channels into the weight.
 
@@ -150,7 +155,6 @@ class GatedWeight(nn.Module):
         axis: Axis of the weight that reads the gated channels.
     """
 
-    is_gate = True
     units: Tensor
 
     def __init__(self, gates: list[Gate], units: Tensor, axis: int) -> None:

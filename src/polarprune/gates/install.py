@@ -19,6 +19,8 @@ from ..rewriting.forward_weights import expose
 from ..rewriting.parametrizations import parametrized
 from ..rewriting.weighted_norms import open_encoders, weigh
 from ..surgery.proof import difference, in_double
+from ..torch_internals.class_swaps import set_class
+from ..torch_internals.markers import gate_part
 from ..tracing.tape import Example, named_tensors
 from .folding import plain
 from .fused import fuse_gates
@@ -48,7 +50,7 @@ def install(model: nn.Module, graph: Graph, example: Example) -> dict[str, Gate]
         _check(model, graph, gates, example)
     except Exception as error:
         for module, family, own in before:
-            module.__class__ = family
+            set_class(module, family)
             vars(module).clear()
             vars(module).update(own)
         for table, entries in tables:
@@ -126,13 +128,11 @@ def insert_gates(model: nn.Module, graph: Graph, gates: dict[str, Gate], alive: 
             owner.register_forward_hook(_let_go)
 
 
+@gate_part
 def _let_go(module: nn.RNNBase, args: object, out: object) -> None:
     """Detach the weights that a recurrent layer stores: tensors with a graph cannot be copied."""
     weights = module._flat_weights
     module._flat_weights = [None if weight is None else weight.detach() for weight in weights]
-
-
-_let_go.is_gate = True  # type: ignore[attr-defined]
 
 
 def _owners(model: nn.Module, tensor: Tensor) -> list[tuple[nn.Module, str]]:

@@ -171,7 +171,7 @@ def function_named(name: str) -> Any:
 
 def name_of_function(function: Any) -> str:
     if id(function) not in _NAMES:
-        raise PruneError(f"{function} cannot be stored by name")
+        raise PruneError(f"its code calls {function}, which a stored graph may not use")
     return _NAMES[id(function)]
 
 

@@ -322,9 +322,8 @@ def expect(found: Any, example: Any) -> None:
     """Code branched on a size, or went on with it as a number: another one needs other code."""
     if found != example:
         raise PruneError(
-            f"the code of this module was re-emitted for the sizes of the example ({example} in "
-            f"one place, where {str(found)[:200]} is found now). Trace with an example of the size "
-            f"in use."
+            f"the forward of this module was rewritten for the sizes of the example: it expects "
+            f"{example} and got {str(found)[:200]}. Trace with an example of the size in use."
         )
 
 

@@ -1,103 +1,148 @@
-"""Weights that are computed: weight norm, spectral norm, all that torch's `parametrize` holds.
+"""Weights that torch's parametrizations compute: weight norm, spectral norm, and others.
 
-What computes them may mix channels, so it is not followed: such a weight counts as a parameter of
-its own. Gates are multiplied into what was computed; and in a model that is cut, it is a plain
-parameter with the value that it had.
+A parametrization may mix channels, so channels are not followed through it: the computed weight
+counts as a parameter. Gates are multiplied into the computed weight. In a pruned model it is a
+plain parameter that has the value which was computed last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import cast
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from ..torch_internals.class_swaps import drop_member, leave_derived_class
+from ..torch_internals.markers import is_gate_part
 from ..tracing.tape import copy_model
 
 _HOOKS = {WeightNorm: "weight_norm", SpectralNorm: "spectral_norm"}
 
 
+class ComputedWeight(nn.Module):
+    """A parametrization that polarprune registers for a weight that a layer's forward computed.
+
+    Attributes:
+        unread: Tensors of the layer that only this parametrization reads. They go with it.
+    """
+
+    unread: list[str]
+
+    def learns(self) -> bool:
+        """Return whether a tensor besides the weight is trained."""
+        raise NotImplementedError
+
+
 def is_gated(module: nn.Module) -> bool:
-    return any(getattr(part, "is_gate", False) for part in module.modules())
+    """Return whether a module, or a part of it, belongs to a gate."""
+    return any(is_gate_part(part) for part in module.modules())
 
 
-def parametrized(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
-    """Name, module, attribute and parametrizations of every tensor that has some."""
+def parametrized(
+    model: nn.Module,
+) -> Iterator[tuple[str, nn.Module, str, ParametrizationList]]:
+    """Yield every parametrized tensor: name, module, attribute, and its parametrizations."""
     for path, module in list(model.named_modules()):
         if parametrize.is_parametrized(module) and "parametrizations" not in path.split("."):
-            for leaf, parts in list(module.parametrizations.items()):
-                yield f"{path}.{leaf}" if path else leaf, module, leaf, parts
+            for leaf, parts in list(_lists(module).items()):
+                found = cast(ParametrizationList, parts)
+                yield f"{path}.{leaf}" if path else leaf, module, leaf, found
+
+
+def _lists(module: nn.Module) -> nn.ModuleDict:
+    """Return the parametrizations of a module by the attribute that they compute."""
+    return cast(nn.ModuleDict, module.parametrizations)
 
 
 def computed(model: nn.Module) -> list[str]:
-    """The names of weights that are computed, by more than gates."""
-    return [
-        name
-        for name, _, _, parts in parametrized(model)
-        if not all(getattr(part, "is_gate", False) for part in parts)
-    ]
+    """Return the names of weights that something other than a gate computes."""
+    return [name for name, _, _, parts in parametrized(model) if not _only_gates(parts)]
+
+
+def _only_gates(parts: ParametrizationList) -> bool:
+    return all(is_gate_part(part) for part in parts)
 
 
 def make_plain(model: nn.Module, names: Iterable[str]) -> nn.Module:
-    """Make these weights plain ones that have the values they have now, in place."""
+    """Replace these computed weights by plain parameters with their values, in place."""
     wanted = set(names)
     found = [item for item in parametrized(model) if item[0] in wanted] if wanted else []
-    values = [_value(module, leaf, parts) for _, module, leaf, parts in found]  # before any changes
+    # Compute all values before anything changes: one weight may be computed from another.
+    values = [_value(module, leaf, parts) for _, module, leaf, parts in found]
     for (_, module, leaf, parts), value in zip(found, values, strict=True):
-        _fold_in(module, leaf, parts, value)
+        _replace_by_value(module, leaf, parts, value)
     return model
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
-    """The model, or, if it computes weights, a copy that does not."""
+    """Return a copy of the model with plain weights, or the model if it has no computed ones."""
     names = computed(model)
     return make_plain(copy_model(model), names) if names else model
 
 
 def _value(module: nn.Module, leaf: str, parts: nn.Module) -> Tensor:
-    """As in eval mode: in train mode spectral norm takes a step whenever it is looked at."""
+    """Return the weight in eval mode: in train mode, spectral norm changes with every reading."""
     modes = [(part, part.training) for part in parts.modules()]
     parts.eval()
     try:
-        return getattr(module, leaf).detach().clone()  # type: ignore[no-any-return]
+        weight: Tensor = getattr(module, leaf)
+        return weight.detach().clone()
     finally:
         for part, mode in modes:
             part.training = mode
 
 
-def _fold_in(module: nn.Module, leaf: str, parts: Any, value: Tensor) -> None:
-    """torch's `remove_parametrizations` edits the class, which copies share with the original."""
-    only_gates = all(getattr(part, "is_gate", False) for part in parts)
-    originals = [held for held in parts._parameters.values() if held is not None]
-    if only_gates:  # the same object: it may be tied to others
-        tensor = parts.original
-        tensor.data = value
-    else:
-        learns = any(held.requires_grad for held in originals)
-        learns |= any(part.learns() for part in parts if hasattr(part, "learns"))
-        tensor = nn.Parameter(value, learns) if originals else value
-    lists: Any = module.parametrizations
+def _replace_by_value(
+    module: nn.Module, leaf: str, parts: ParametrizationList, value: Tensor
+) -> None:
+    """Remove the parametrizations of one tensor.
+
+    torch's `remove_parametrizations` edits the class, which a copy shares with its original.
+    """
+    tensor = _plain_tensor(parts, value)
+    lists = _lists(module)
     del lists[leaf]
-    family = type(module)
-    rest = {key: item for key, item in vars(family).items() if key != leaf}
     if len(lists):
-        module.__class__ = type(family.__name__, family.__bases__, rest)
+        drop_member(module, leaf)
     else:
-        module.__class__ = family.__bases__[0]
+        leave_derived_class(module)
         del module._modules["parametrizations"]
-    table: Any = module._parameters if isinstance(tensor, nn.Parameter) else module._buffers
-    others = dict(table)
-    table.clear()
-    table.update({leaf: tensor, **others})  # where it stood: weights come first
-    for name in {name for part in parts for name in getattr(part, "unread", ())}:
+    _put_first(module, leaf, tensor)
+    ours = [part for part in parts if isinstance(part, ComputedWeight)]
+    for name in {name for part in ours for name in part.unread}:
         delattr(module, name)
 
 
+def _plain_tensor(parts: ParametrizationList, value: Tensor) -> Tensor:
+    """Return the tensor that takes the place of a computed one."""
+    if _only_gates(parts):  # keep the object: other modules may share it
+        original = parts.original
+        original.data = value
+        return original
+    originals = [held for held in parts._parameters.values() if held is not None]
+    learns = any(held.requires_grad for held in originals)
+    learns |= any(part.learns() for part in parts if isinstance(part, ComputedWeight))
+    return nn.Parameter(value, learns) if originals else value
+
+
+def _put_first(module: nn.Module, leaf: str, tensor: Tensor) -> None:
+    """Register a tensor before all others, as layers register their weight first."""
+    if isinstance(tensor, nn.Parameter):
+        parameters = dict(module._parameters)
+        module._parameters.clear()
+        module._parameters.update({leaf: tensor, **parameters})
+    else:
+        buffers = dict(module._buffers)
+        module._buffers.clear()
+        module._buffers.update({leaf: tensor, **buffers})
+
+
 def by_hooks(model: nn.Module) -> list[str]:
-    """Weights that older functions of torch compute, which leave no place for a gate."""
+    """Return a note for each kind of weight that torch's older functions compute in a hook."""
     found: dict[str, list[str]] = {}
     for path, module in model.named_modules():
         for hook in module._forward_pre_hooks.values():
@@ -105,13 +150,13 @@ def by_hooks(model: nn.Module) -> list[str]:
                 found.setdefault(_HOOKS[type(hook)], []).append(path or "the model")
     return [
         f"{paths[0]} (and {len(paths) - 1} more): torch.nn.utils.{name} computes the weight in a "
-        f"hook, where channels are not followed; torch.nn.utils.parametrizations.{name} does the "
-        f"same in a way that can be pruned"
+        f"hook, where channels are not followed; use torch.nn.utils.parametrizations.{name}, which "
+        f"computes the same weight and can be pruned"
         for name, paths in found.items()
     ]
 
 
 def settle_weights(model: nn.Module) -> None:
-    """Weights are to be what they are in eval mode, whatever the mode of the model."""
+    """Compute weights as in eval mode, whatever the mode of the model."""
     for _, _, _, parts in parametrized(model):
         parts.eval()

@@ -77,7 +77,7 @@ def encode(captured: CapturedForward) -> dict[str, Any]:
 
 def decode(data: Any) -> CapturedForward:
     try:
-        return _decode_emission(data)
+        return _decode_forward(data)
     except PruneError:
         raise
     except Exception as error:  # whatever may be in a file
@@ -98,7 +98,7 @@ def _target(node: fx.Node) -> str:
     return name_of_function(node.target) if node.op == "call_function" else str(node.target)
 
 
-def _decode_emission(data: Any) -> CapturedForward:
+def _decode_forward(data: Any) -> CapturedForward:
     _check(type(data) is dict and data.keys() == {"form", "fixed", "train", "eval"}, "its parts")
     form, fixed = data["form"], data["fixed"]
     _check(form is None or (type(form) is str and len(form) < 2**16), "the form of a call")
@@ -190,7 +190,7 @@ def _encode(value: Any) -> Any:
         return float(value) if math.isfinite(value) else {"float": str(float(value))}
     if _is_plain(value):
         return value
-    raise PruneError(f"{value!r} cannot be stored")
+    raise PruneError(f"its code uses {value!r}, which a file cannot hold")
 
 
 def _is_plain(value: Any) -> bool:

@@ -1,153 +1,47 @@
-"""Norms over channels with gate-weighted statistics: Σ g x / Σ g in place of the mean.
+"""Norms over channels with gate-weighted statistics: Σ g x / Σ g instead of the mean.
 
-Where the weights are 0 or 1 this is the norm over the channels that stay, so the channels of a
+If all weights are 0 or 1, this is the norm over the channels that are kept. So the channels of a
 residual stream can close although a layer norm, RMS norm or group norm reads all of them. The
-gated model computes the weighted norm; what is exported has the plain norm again, only narrower.
-A gate g weighs min(1, 2g): nothing when closed, in full from one half on, so that gates which are
-nearly 1 do not leave statistics that are nearly right.
+gated model computes the weighted norm; the exported model has the plain norm, only narrower. A gate
+g has the weight min(1, 2g): 0 if closed and 1 from one half on, so that gates that are nearly 1 do
+not disturb the statistics.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ..channels.graph import Graph
 from ..channels.labels import support
-from .captured_forward import CapturedForward, with_forward
+from ..torch_internals.class_swaps import leave_derived_class
+from ..torch_internals.markers import gate_part
+from ..tracing.tape import Op, Tape
+from .captured_forward import CapturedForward, Refused
+from .installed_forward import with_forward
+from .weighted_statistics import WEIGHTED
 
-WEIGHTS = "polar_weights"  # the child that knows the gates
-
-
-def weighted_mean(g: Tensor, axis: int, x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
-    """Σ g x / Σ g over `dim`, which includes `axis`."""
-    return (x * _laid(g, axis, x)).mean(dim, keepdim) * (g.numel() / g.sum()).to(x.dtype)
-
-
-def _laid(g: Tensor, axis: int, x: Tensor) -> Tensor:
-    shape = [1] * x.dim()
-    shape[axis] = -1
-    return g.to(x.dtype).reshape(shape)
-
-
-def _mean(g: Tensor, axis: int, x: Tensor, dim: Any, keepdim: bool = False, **kw: Any) -> Tensor:
-    return weighted_mean(g, axis, x, dim, keepdim)
-
-
-def _var_mean(
-    g: Tensor,
-    axis: int,
-    x: Tensor,
-    dim: Any,
-    unbiased: bool | None = True,
-    keepdim: bool = False,
-    correction: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    correction = int(unbiased is not False) if correction is None else correction
-    mean = weighted_mean(g, axis, x, dim, True)
-    var = weighted_mean(g, axis, (x - mean).square(), dim, True)
-    count = x.numel() / mean.numel() * (g.sum() / g.numel()).to(x.dtype)
-    var = var * count / (count - correction).clamp(min=1e-6)
-    return (var, mean) if keepdim else (var.squeeze(dim), mean.squeeze(dim))
-
-
-def _var(g: Tensor, axis: int, x: Tensor, *args: Any, **kw: Any) -> Tensor:
-    return _var_mean(g, axis, x, *args, **kw)[0]
-
-
-def _sum(g: Tensor, axis: int, x: Tensor, dim: Any, keepdim: bool = False, **kw: Any) -> Tensor:
-    return (x * _laid(g, axis, x)).sum(dim, keepdim)
-
-
-def _normalize(
-    g: Tensor, axis: int, x: Tensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, **kw: Any
-) -> Tensor:
-    """A closed channel adds nothing to the length of a vector."""
-    powers = (x.abs() ** p * _laid(g, axis, x)).sum(dim, keepdim=True)
-    return x / (powers ** (1 / p)).clamp(min=eps)
-
-
-def _layer_norm(
-    g: Tensor,
-    axis: int,
-    x: Tensor,
-    normalized_shape: Any,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    *rest: Any,
-    **kw: Any,
-) -> Tensor:
-    dims = list(range(x.dim() - len(normalized_shape), x.dim()))
-    x = _normalised(g, axis, x, dims, eps)
-    x = x if weight is None else x * weight
-    return x if bias is None else x + bias
-
-
-def _normalised(g: Tensor, axis: int, x: Tensor, dims: list[int], eps: float) -> Tensor:
-    x = x - weighted_mean(g, axis, x, dims, True)
-    return x * torch.rsqrt(weighted_mean(g, axis, x.square(), dims, True) + eps)
-
-
-def _rms_norm(
-    g: Tensor,
-    axis: int,
-    x: Tensor,
-    normalized_shape: Any,
-    weight: Tensor | None = None,
-    eps: float | None = None,
-) -> Tensor:
-    dims = list(range(x.dim() - len(normalized_shape), x.dim()))
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
-    x = x * torch.rsqrt(weighted_mean(g, axis, x.square(), dims, True) + eps)
-    return x if weight is None else x * weight
-
-
-def _group_norm(
-    g: Tensor,
-    axis: int,
-    x: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    *rest: Any,
-) -> Tensor:
-    """Of one group: with more, whole groups go and no weights are needed."""
-    shape = (1, -1, *[1] * (x.dim() - 2))
-    x = _normalised(g, axis, x, list(range(1, x.dim())), eps)
-    x = x if weight is None else x * weight.reshape(shape)
-    return x if bias is None else x + bias.reshape(shape)
-
-
-_WEIGHTED: dict[Any, Callable[..., Any]] = {
-    "mean": _mean, torch.mean: _mean, "sum": _sum, torch.sum: _sum,
-    "var": _var, torch.var: _var, torch.var_mean: _var_mean, F.normalize: _normalize,
-    F.layer_norm: _layer_norm, torch.layer_norm: _layer_norm,
-    F.rms_norm: _rms_norm, torch.rms_norm: _rms_norm,
-    F.group_norm: _group_norm, torch.group_norm: _group_norm,
-}  # fmt: skip
-
-
-def can_be_weighted(node: fx.Node) -> bool:
-    return node.target in _WEIGHTED
+WEIGHTS = "polar_weights"  # the name of the child that returns the weights of the channels
 
 
 def weighted(captured: CapturedForward, nodes: Mapping[str, Mapping[str, int]]) -> CapturedForward:
-    """The captured with these nodes (mode -> name -> axis of the channels) weighted."""
-    for mode, places in nodes.items():
+    """Replace statistics in the graphs by weighted ones, in place.
+
+    Args:
+        captured: The module's forward.
+        nodes: For each mode, the names of the nodes and the axis of their channels.
+    """
+    for mode, axes in nodes.items():
         graph = captured.graphs[mode]
-        for node in [node for node in graph.nodes if node.name in places]:
+        for node in [node for node in graph.nodes if node.name in axes]:
             with graph.inserting_before(node):
                 gates = graph.call_module(WEIGHTS)
                 new = graph.call_function(
-                    _WEIGHTED[node.target],
-                    (gates, places[node.name], *node.args),
+                    WEIGHTED[node.target],
+                    (gates, axes[node.name], *node.args),
                     {k: v for k, v in node.kwargs.items() if k != "dtype"},
                 )
             node.replace_all_uses_with(new)
@@ -157,86 +51,101 @@ def weighted(captured: CapturedForward, nodes: Mapping[str, Mapping[str, int]]) 
 
 def weights_in(
     graph: Graph, path: str, captured: CapturedForward
-) -> tuple[Tensor, CapturedForward] | None:
-    """The channels that a module takes means over, and what it computes with weights."""
+) -> tuple[Tensor, CapturedForward] | Refused:
+    """Return the channels over which a module takes statistics, and its weighted forward."""
     mine = {item.op: item.layer for item in graph.statistics if item.op.module == path}
     first = next(iter(mine.values())).flatten()
     if not all(torch.equal(layer.flatten(), first) for layer in mine.values()):
-        return None  # called on several sets of channels
+        return Refused("it is called on several sets of channels")
     nodes: dict[str, dict[str, int]] = {}
     for mode, tape in zip(("eval", "train"), graph.tapes, strict=False):
-        code = {node.name: node for node in captured.graphs[mode].nodes}
-        ends = [(end, name) for (where, name), end in tape.ends.items() if where == path]
-        for number, op in enumerate(tape.ops):
-            if op in mine:
-                name = next((name for end, name in ends if end > number), None)
-                if name is not None and not can_be_weighted(code[name]):
-                    return None
-                if name is not None:  # else it belongs to a later call of the module
-                    nodes.setdefault(mode, {})[name] = support(mine[op])[0]
-        if mode not in nodes:
-            return None
-    if len(graph.tapes) == 1:
+        found = _statistic_nodes(path, tape, mine, captured.graphs[mode])
+        if isinstance(found, Refused):
+            return found
+        nodes[mode] = found
+    if len(graph.tapes) == 1:  # train mode did not run on the example
         nodes["train"] = nodes["eval"] if captured.only else {}
     return first, weighted(copy.deepcopy(captured), nodes)
 
 
+def _statistic_nodes(
+    path: str, tape: Tape, statistics: Mapping[Op, Tensor], graph: fx.Graph
+) -> dict[str, int] | Refused:
+    """Return the nodes of a graph that compute statistics, with the axis of their channels."""
+    code = {node.name: node for node in graph.nodes}
+    ends = [(end, name) for (where, name), end in tape.ends.items() if where == path]
+    found: dict[str, int] = {}
+    for number, op in enumerate(tape.ops):
+        # The first node that ended after this operation computed it.
+        name = (
+            next((name for end, name in ends if end > number), None) if op in statistics else None
+        )
+        if name is None:
+            continue  # another operation, or one of a later call of the module
+        if code[name].target not in WEIGHTED:
+            return Refused(f"its code computes {op.name} in a way that has no weighted form")
+        found[name] = support(statistics[op])[0]
+    return found or Refused("its statistics were not found in its code")
+
+
 def weight_of(gates: Tensor) -> Tensor:
-    """What a gate weighs in a mean."""
+    """Return the weights of gates in a mean: min(1, 2g)."""
     return (2 * gates).clamp(max=1)
 
 
 def weigh(model: nn.Module, graph: Graph, make: Callable[[Tensor], nn.Module]) -> None:
-    """Let the norms over open channels take their weights from what `make(units)` gives."""
+    """Let the norms over prunable channels use weights, in place.
+
+    Args:
+        model: The model.
+        graph: What `trace` found, with `norms=True`.
+        make: Returns a module that computes the weights of these units.
+    """
     modules = dict(model.named_modules())
     for path, units in graph.weights.items():
-        if path in modules:  # else it went with its branch
+        if path in modules:  # otherwise it was removed with its branch
             with_forward(modules[path], graph.weighted[path])
             modules[path].add_module(WEIGHTS, make(units))
 
 
-def open_encoders(model: nn.Module) -> None:
-    """Keep torch's encoders off their fused path, which knows nothing of weights in norms.
+def unweigh(model: nn.Module) -> None:
+    """Undo `weigh`: let the norms compute plain statistics again."""
+    for module in model.modules():
+        if WEIGHTS in module._modules:
+            del module._modules[WEIGHTS]
+            leave_derived_class(module)
 
-    A layer with hooks does not take it; and an encoder must not pack its inputs for it.
+
+def open_encoders(model: nn.Module) -> None:
+    """Keep torch's encoders from their fused kernels, which would ignore weights in norms.
+
+    A layer with hooks does not use the fused kernel. An encoder must not pack its inputs for it.
     """
     for module in model.modules():
         inside = any(WEIGHTS in inner._modules for inner in module.modules())
         if inside and isinstance(module, nn.TransformerEncoderLayer):
-            module.register_forward_hook(_watching)
-        elif inside and isinstance(module, nn.TransformerEncoder):
-            packs = bool(getattr(module, "use_nested_tensor", False))
-            if packs:
-                module.register_forward_pre_hook(_unpacked)
-                module.register_forward_hook(_packed, always_call=True)
+            module.register_forward_hook(_block_fused_kernel)
+        elif inside and isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor:
+            module.register_forward_pre_hook(_disable_packing)
+            module.register_forward_hook(_enable_packing, always_call=True)
 
 
-def _watching(module: nn.Module, args: Any, out: Any) -> None:
-    """Nothing: that it is there is enough."""
+@gate_part
+def _block_fused_kernel(module: nn.Module, args: object, out: object) -> None:
+    """Do nothing: a layer with any hook does not use the fused kernel."""
 
 
-def _unpacked(module: Any, args: Any) -> None:
+@gate_part
+def _disable_packing(module: nn.TransformerEncoder, args: object) -> None:
     module.use_nested_tensor = False
 
 
-def _packed(module: Any, args: Any, out: Any) -> None:
+@gate_part
+def _enable_packing(module: nn.TransformerEncoder, args: object, out: object) -> None:
     module.use_nested_tensor = True
 
 
-_HOOKS: tuple[Any, ...] = (_watching, _unpacked, _packed)
-for _hook in _HOOKS:
-    _hook.is_gate = True
-
-
-def unweigh(model: nn.Module) -> None:
-    """Back to plain norms."""
-    for module in model.modules():
-        if WEIGHTS in module._modules:
-            del module._modules[WEIGHTS]
-            module.__class__ = type(module).__bases__[0]
-
-
-class Fixed(nn.Module):
+class FixedWeights(nn.Module):
     """Weights that do not change."""
 
     value: Tensor
@@ -246,4 +155,5 @@ class Fixed(nn.Module):
         self.register_buffer("value", value, persistent=False)
 
     def forward(self) -> Tensor:
+        """Return the weights."""
         return self.value

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from ..channels.graph import Graph, Plan, module_of
-from ..errors import PruneError
-from ..rewriting.captured_forward import with_forward
 from ..rewriting.forward_weights import without_computed_weights
+from ..rewriting.installed_forward import with_forward
 from ..rewriting.stored_graphs import decode
 from ..rewriting.weighted_norms import unweigh
+from ..torch_internals.markers import attach_recipe
 from ..tracing.tape import copy_model, named_tensors
-from ..validation.arguments import check_graph
-from .recipe import OTHER_MODEL, RECIPE, Recipe, check_shapes
+from ..validation.run import check_graph, check_minimum
+from .recipe import OTHER_MODEL, Recipe, check_shapes
 from .replacement_layers import Constant, PrunedAttention, ZeroChannelSafe
 from .write_recipe import write_recipe
 
@@ -64,22 +64,10 @@ def shrink(model: nn.Module, graph: Graph, plan: Plan) -> nn.Module:
         )
     """
     check_graph("shrink", model, graph, Graph)
-    _check_minimum(graph, graph.alive(plan))
+    check_minimum(graph, graph.alive(plan))
     warn_of_hooks(model)
     model = without_computed_weights(model, graph.forward_weights)
     return cut_copy(model, write_recipe(model, graph, plan))
-
-
-def _check_minimum(graph: Graph, alive: Tensor) -> None:
-    """Raise unless every group keeps as many channels as it must."""
-    for name, group in graph.prunable.items():
-        left = int(alive[group.offset : group.offset + group.size].sum())
-        if left < group.minimum:
-            raise PruneError(
-                f"{name}: the plan keeps {left} channels, but the group needs at least "
-                f"{group.minimum}: with fewer, the input no longer reaches the output, or the "
-                f"model's code does not run. Keep more channels; print(graph) shows the reason."
-            )
 
 
 def warn_of_hooks(model: nn.Module) -> None:
@@ -179,8 +167,8 @@ def _change_modules(model: nn.Module, recipe: Recipe, *, from_file: bool = False
     _replace(model, recipe.identities, lambda *_: nn.Identity())
     _replace(model, recipe.hollow, lambda old, _: ZeroChannelSafe(old))
     _install_rewritten_forwards(model, recipe, from_file)
-    _leave_fused_path(model)
-    setattr(model, RECIPE, recipe.to_json())
+    leave_fused_path(model)
+    attach_recipe(model, recipe.to_json())
     return model
 
 
@@ -216,7 +204,7 @@ def _install_rewritten_forwards(model: nn.Module, recipe: Recipe, from_file: boo
             delattr(module.get_submodule(parent), name)
 
 
-def _leave_fused_path(model: nn.Module) -> None:
+def leave_fused_path(model: nn.Module) -> None:
     """Turn off the fused path of torch's encoders (eval mode) where it meets replaced modules."""
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):

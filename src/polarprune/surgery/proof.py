@@ -232,7 +232,7 @@ def _difference_if_it_runs(
         return None
     try:
         found = outputs(other, inputs, training=False)
-    except PruneError:  # code that was re-emitted for other sizes
+    except PruneError:  # a forward that was rewritten for other sizes
         return None
     except Exception as error:
         raise PruneError(f"the cut model does not run on {name}: {error}") from error

@@ -15,7 +15,6 @@ from torch import nn
 from ..errors import PruneError
 from ..tracing.tape import named_tensors
 
-RECIPE = "polarprune_recipe"  # the attribute of a smaller model that holds its recipe
 OTHER_MODEL = (
     "The recipe belongs to another model; give a fresh instance of the class and settings that "
     "were pruned."

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules import instancenorm
 
 from ..channels.graph import Graph, Plan, stays
-from ..rewriting.remove_branches import owner_of, vanishing, without_branches
+from ..rewriting.remove_branches import owner_of, removable_branches, without_branches
 from ..rewriting.resize import resized
 from ..rewriting.stored_graphs import decode, encode
 from ..tracing.tape import named_tensors
@@ -128,8 +128,8 @@ def _remove_closed_branches(modules: dict[str, nn.Module], graph: Graph, recipe:
     """Rewrite the forwards of modules that call branches whose output no longer depends on x."""
     silent = {path for path in recipe.constants if _has_outputs(path, recipe)}
     for path in dict.fromkeys(owner_of(layer, modules) for layer in sorted(silent)):
-        edits = vanishing(path, modules[path], graph, silent)
-        if edits:
+        edits = removable_branches(path, modules[path], graph, silent)
+        if edits and isinstance(edits, list):
             code = None
             if path in graph.rewritten:  # whether or not the plan changes a number in it
                 code = decode(recipe.rewired.get(path, encode(graph.rewritten[path])))

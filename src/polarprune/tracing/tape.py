@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ..torch_internals.patches import fused_kernels_off
 from .watched_sizes import SizeLog
 
 Mark = Callable[[str, Any], None]
@@ -332,16 +333,8 @@ def on_host() -> AbstractContextManager[Any]:
 @contextmanager
 def opened(model: nn.Module) -> Iterator[None]:
     """Attention in eval mode takes an opaque fused path otherwise, and so do recurrent layers."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    fused = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
-    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-        torch.backends.mkldnn.set_flags(False)
-    try:
+    with fused_kernels_off(model.modules()):
         yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        torch.backends.mkldnn.set_flags(fused)
 
 
 def tensors_in(out: Any) -> list[Tensor]:

@@ -17,12 +17,16 @@ from torch.optim import Optimizer
 
 from ..channels.graph import Graph, plan_of, stays
 from ..errors import PruneError
+from ..gates.folding import plain
 from ..gates.gate import Gate
 from ..gates.install import insert_gates
 from ..rewriting.forward_weights import without_computed_weights
 from ..rewriting.parametrizations import is_gated
-from ..surgery.apply import cut_copy, leave_fused_path, plain, selected, write_recipe
-from ..surgery.recipe import RECIPE, Recipe
+from ..surgery.apply import cut_copy, leave_fused_path, select_kept
+from ..surgery.recipe import Recipe
+from ..surgery.write_recipe import write_recipe
+from ..torch_internals.class_swaps import set_class
+from ..torch_internals.markers import attach_recipe, is_gate_part
 from ..tracing.tape import copy_model, named_tensors
 
 
@@ -76,7 +80,7 @@ class Rebuild:
             _drop_parameters(optimizer, {id(tensor) for tensor in held.values()} - remaining)
         _Takeover(self.recipe)(model, new)
         leave_fused_path(model)
-        setattr(model, RECIPE, self.recipe.to_json())
+        attach_recipe(model, self.recipe.to_json())
 
     def gated(
         self, model: nn.Module, gates: Mapping[str, Gate], optimizers: Sequence[Optimizer] = ()
@@ -185,7 +189,7 @@ def _fill(new: nn.Module, held: Mapping[str, Tensor]) -> set[int]:
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield all tensors under all their names, as if there were no gates."""
     for path, module in model.named_modules(remove_duplicate=False):
-        if getattr(module, "is_gate", False):
+        if is_gate_part(module):
             continue
         stem, found, leaf = f".{path}".rpartition(".parametrizations.")
         gated = found and "." not in leaf and is_gated(module)
@@ -203,17 +207,17 @@ def cut_tensor(tensor: Tensor, kept: Mapping[int, Tensor], optimizers: Sequence[
     before = tensor.shape
     gradient = tensor.grad if tensor.is_leaf else None
     tensor.grad = None
-    new = selected(tensor.data, kept)
+    new = select_kept(tensor.data, kept)
     # autograd remembers the shape of a leaf while a loss of the last step is alive; changing the
     # dtype clears that
     tensor.data = new.to(torch.float16 if new.dtype != torch.float16 else torch.float32)
     tensor.data = new
     if gradient is not None:
-        tensor.grad = selected(gradient, kept)
+        tensor.grad = select_kept(gradient, kept)
     for state in [optimizer.state.get(tensor, {}) for optimizer in optimizers]:
         for key, value in state.items():
             if isinstance(value, Tensor) and value.shape == before:
-                state[key] = selected(value, kept)
+                state[key] = select_kept(value, kept)
 
 
 def _drop_parameters(optimizer: Optimizer, gone: set[int]) -> None:
@@ -248,7 +252,7 @@ class _Takeover:
             inner = f"{path}.{key}" if path else key
             merged[key] = child if child is None else self(before, child, inner)
         if kept is not None:
-            kept.__class__ = type(new)
+            set_class(kept, type(new))
             for table in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
                 vars(kept)[table] = vars(new)[table]
             if path in self.recipe.rewired:

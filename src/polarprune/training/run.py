@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ..channels.graph import Graph
 from ..cost.budget import Budget
-from ..cost.latency import Stopwatch
+from ..cost.stopwatch import Stopwatch
 from ..errors import PruneError
 from ..gates.gate import Gate
 from ..gates.install import install

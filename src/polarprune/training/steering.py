@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..channels.graph import Graph
 from ..cost.budget import Budget
-from ..cost.latency import Stopwatch
+from ..cost.stopwatch import Stopwatch
 from ..gates.gate import gate_value
 from .controller import Controller
 from .schedule import Schedule
@@ -100,13 +100,13 @@ class Steering:
         if self.lam is None and self.progress.step >= self.deadline:
             alpha = alpha if self.progress.landed else self._land(alpha)
         elif self.lam is not None and self.progress.step == self.steps:
-            self.budget.even_out(alpha)
+            self.budget.round_widths_down(alpha)
             self.stepper.put(alpha)
         if not self.schedule.reopens:
             alpha = self._without_unread(alpha)
         n = self.budget.widths(alpha)
         if self.stopwatch is not None and not self.progress.landed:
-            self.stopwatch.look(n)
+            self.stopwatch.time_if_changed(n)
         self._select(alpha, n)
         self._record(alpha, n, gate_lr)
 

@@ -48,9 +48,9 @@ def check_minimum(graph: Graph, alive: Tensor) -> None:
         left = int(alive[group.offset : group.offset + group.size].sum())
         if left < group.minimum:
             raise PruneError(
-                f"{name}: the plan keeps {left} channels, but at least {group.minimum} must stay, "
-                f"or the input no longer reaches the output, or the model's code does not run: "
-                f"print(graph) says why."
+                f"{name}: the plan keeps {left} channels, but the group needs at least "
+                f"{group.minimum}: with fewer, the input no longer reaches the output, or the "
+                f"model's code does not run. Keep more channels; print(graph) shows the reason."
             )
 
 

@@ -1,4 +1,4 @@
-"""Code that bakes in sizes: it follows by its attributes, or is re-emitted, or stays whole.
+"""Code that bakes in sizes: it follows by its attributes, or is rewritten, or stays whole.
 
 Whatever way was taken, what comes back is still the user's module: it computes the same at another
 batch size, trains, is with_weights_of, saved, loaded and exported like any other.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,7 +28,13 @@ from torch.utils._pytree import tree_leaves
 import polarprune as pp
 from nets import cbr, head, randomise
 from polarprune.files.untrusted import BLANK, signed
-from polarprune.rewriting import capture, captured_forward, remove_branches, stored_graphs
+from polarprune.rewriting import (
+    capture,
+    installed_forward,
+    stored_graphs,
+    symbolic_graphs,
+)
+from polarprune.rewriting.captured_forward import CapturedForward, Refused
 from polarprune.surgery.proof import difference, prove_equal
 from test_awkward import Cut, cut_at_random, images, trains
 from test_exact import VARIANTS, pruner_of, set_gates
@@ -322,25 +329,25 @@ class Case:
     shape: tuple[int, ...]  # of the input
     opened: dict[str, int]
     whole: dict[str, str]
-    emitted: tuple[str, ...] = ()  # modules whose code was re-emitted
+    rewritten: tuple[str, ...] = ()  # modules whose code was rewritten
 
 
 def attention(
     make: Callable[[], nn.Module],
     shape: tuple[int, ...],
     group: str,
-    *emitted: str,
+    *rewritten: str,
     whole: dict[str, str] | None = None,
 ) -> Case:
     whole = {"stem": "layer norm mixes channels", "tail": OUTPUT, **(whole or {})}
-    return Case(lambda: Block(make()), shape, {group: 4}, whole, emitted)
+    return Case(lambda: Block(make()), shape, {group: 4}, whole, rewritten)
 
 
 def conv(
     make: Callable[[], nn.Module],
     after: int,
     opened: dict[str, int],
-    *emitted: str,
+    *rewritten: str,
     size: int = 6,
     whole: dict[str, str] | None = None,
 ) -> Case:
@@ -348,7 +355,7 @@ def conv(
         return nn.Sequential(cbr(3, 8), make(), cbr(after, 6), head(6))
 
     whole = {**(whole or {}), "3.2": OUTPUT}
-    return Case(net, (2, 3, size, size), {**opened, "2.0": 6}, whole, emitted)
+    return Case(net, (2, 3, size, size), {**opened, "2.0": 6}, whole, rewritten)
 
 
 CASES = {
@@ -405,7 +412,7 @@ def test_what_can_be_followed_is_open(name: str) -> None:
     whole = {group: g.reason for group, g in graph.groups.items() if g.frozen}
     assert whole.keys() == case.whole.keys()
     assert all(case.whole[group] in whole[group] for group in whole)
-    assert set(case.emitted) <= set(graph.rewritten)
+    assert set(case.rewritten) <= set(graph.rewritten)
     assert graph.unknown == {}
 
 
@@ -490,7 +497,7 @@ class Inspection(nn.Module):
 
 
 def swap(x: Tensor) -> Tensor:
-    """Code that counts channels, and so has to be re-emitted."""
+    """Code that counts channels, and so has to be rewritten."""
     a, b = x.split([3, x.shape[1] - 3], 1)
     return torch.cat([b, a], 1)
 
@@ -628,18 +635,18 @@ def call(number: int = 3, flip: bool = True) -> tuple[tuple[Any, ...], dict[str,
     return (torch.randn(number, 4), {"rest": torch.randn(number, 2)}), {"flip": flip}
 
 
-def written() -> tuple[nn.Module, captured_forward.CapturedForward]:
+def written() -> tuple[nn.Module, CapturedForward]:
     module = Written()
     args, kwargs = call()
-    emission = capture.capture(module, args, kwargs)
-    assert emission is not None
-    return module, emission
+    captured = capture.capture(module, args, kwargs)
+    assert isinstance(captured, CapturedForward)
+    return module, captured
 
 
 def test_capture_store_and_run_gives_the_same() -> None:
-    module, emission = written()
-    stored = json.loads(json.dumps(stored_graphs.encode(emission)))
-    again = captured_forward.with_forward(copy.deepcopy(module), stored_graphs.decode(stored))
+    module, captured = written()
+    stored = json.loads(json.dumps(stored_graphs.encode(captured)))
+    again = installed_forward.with_forward(copy.deepcopy(module), stored_graphs.decode(stored))
     assert isinstance(again, Written) and type(again) is not Written
     assert stored_graphs.encode(stored_graphs.decode(stored)) == stored
     args, kwargs = call(5)
@@ -663,7 +670,8 @@ def test_capture_leaves_the_module_as_it_was() -> None:
             return x[:, :2]
 
     module = Counts().eval()
-    assert capture.capture(module, (torch.randn(3, 4),), {}) is None
+    refused = capture.capture(module, (torch.randn(3, 4),), {})
+    assert refused == Refused("its code sets self.calls, which a graph cannot hold")
     assert type(module) is Counts and not module.training
     assert module.calls == 0 and vars(module).keys() == vars(Counts()).keys()
 
@@ -689,8 +697,8 @@ SAME_CALLS: dict[str, Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("form", SAME_CALLS)
 def test_the_same_call_may_be_written_in_another_way(form: str) -> None:
-    module, emission = written()
-    again = captured_forward.with_forward(copy.deepcopy(module), emission).eval()
+    module, captured = written()
+    again = installed_forward.with_forward(copy.deepcopy(module), captured).eval()
     args, kwargs = call()
     found, wanted = again(*SAME_CALLS[form](*args)[0], **SAME_CALLS[form](*args)[1]), module.eval()
     assert torch.equal(found["x"], wanted(*args, **kwargs)["x"])
@@ -698,11 +706,12 @@ def test_the_same_call_may_be_written_in_another_way(form: str) -> None:
 
 @pytest.mark.parametrize("form", OTHER_CALLS)
 def test_call_of_another_form_is_refused(form: str) -> None:
-    module, emission = written()
-    again = captured_forward.with_forward(copy.deepcopy(module), emission)
+    module, captured = written()
+    again = installed_forward.with_forward(copy.deepcopy(module), captured)
     (x, y), _ = call()
     args, kwargs = OTHER_CALLS[form](x, y)
-    with pytest.raises(pp.PruneError, match=r"called in another form than in the example.*Trace "):
+    message = r"called with different arguments than the example.*Trace "
+    with pytest.raises(pp.PruneError, match=message):
         again(*args, **kwargs)
 
 
@@ -828,7 +837,15 @@ class OwnGradient(nn.Module):
         return doubled[:, :2]
 
 
-LOST = [Leaves, Appends, Averages, NoGrad, Decorated, Precise, OwnGradient]
+LOST: dict[type[nn.Module], str] = {
+    Leaves: "sets self.",
+    Appends: "appends to a list on self",
+    Averages: "sets self.",
+    NoGrad: "uses no_grad.__enter__",
+    Decorated: "uses no_grad.__enter__",
+    Precise: "uses autocast.__enter__",
+    OwnGradient: "uses Function.apply",
+}
 
 
 @pytest.mark.parametrize("family", LOST, ids=lambda family: family.__name__)
@@ -836,8 +853,11 @@ def test_nothing_is_lost_when_code_is_written_down(family: type[nn.Module]) -> N
     """Gradients, precision and what is left on self are no part of a graph."""
     module = family()
     before = dict(vars(module)), dict(module._buffers)
-    assert capture.capture(module, (torch.randn(3, 4),), {}) is None
-    assert remove_branches.write_down(module) is None
+    for found in (
+        capture.capture(module, (torch.randn(3, 4),), {}),
+        symbolic_graphs.editable_graph(module),
+    ):
+        assert isinstance(found, Refused) and LOST[family] in found.reason
     assert (dict(vars(module)), dict(module._buffers)) == before
     assert family is not OwnGradient or module(torch.ones(1, 4)).tolist() == [[2.0, 2.0]]
 
@@ -863,15 +883,25 @@ def test_a_block_that_is_cut_keeps_what_learns_nothing_so() -> None:
     assert small[2][-1].weight.grad is not None
 
 
-@pytest.mark.parametrize("family", [Numpy, Constant, Raises, Own], ids=lambda f: f.__name__)
-def test_code_that_cannot_be_written_down_gives_none(family: type[nn.Module]) -> None:
-    assert capture.capture(family(), (torch.randn(3, 4),), {}) is None
+UNCAPTURED: dict[type[nn.Module], str] = {
+    Numpy: r"fails while it is captured \(TypeError: .*np\.ndarray",
+    Constant: "a tensor that is neither an input nor a parameter or buffer",
+    Raises: r"fails while it is captured \(RuntimeError: targets are missing\)",
+    Own: "calls .*Result.*, which a stored graph may not use",
+}
+
+
+@pytest.mark.parametrize("family", UNCAPTURED, ids=lambda family: family.__name__)
+def test_code_that_cannot_be_captured_is_refused_with_the_reason(family: type[nn.Module]) -> None:
+    refused = capture.capture(family(), (torch.randn(3, 4),), {})
+    assert isinstance(refused, Refused) and re.search(UNCAPTURED[family], refused.reason)
 
 
 def test_forward_of_the_instance_is_not_written_down() -> None:
     module = Written()
     module.forward = lambda x: x  # type: ignore[method-assign]
-    assert capture.capture(module, (torch.randn(3, 4),), {}) is None
+    refused = capture.capture(module, (torch.randn(3, 4),), {})
+    assert refused == Refused("its forward was replaced by a function that is no method of it")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -985,10 +1015,10 @@ def test_stored_graph_cannot_run_code() -> None:
         ["output", "output", "output", items({"node": "e"}), nothing],
     ]
     identity = capture.capture(nn.Identity(), (torch.zeros(1),), {})
-    assert identity is not None
+    assert isinstance(identity, CapturedForward)
     stored = {**stored_graphs.encode(identity), "train": nodes, "eval": nodes}
     try:
-        answer = captured_forward.with_forward(nn.Identity(), stored_graphs.decode(stored))(
+        answer = installed_forward.with_forward(nn.Identity(), stored_graphs.decode(stored))(
             torch.zeros(1)
         )
     except pp.PruneError:
@@ -1007,3 +1037,33 @@ def test_file_that_was_tampered_with_is_refused(tmp_path: Path) -> None:
     save_file(tensors, str(path), metadata={"polarprune": signed(text, tensors)})
     with pytest.raises(pp.PruneError, match=r"function 'os\.system' that is not known: not loaded"):
         pp.load(path, model=made("pad")[0])
+
+
+def test_names_of_nodes_mean_nothing_outside_of_the_file(tmp_path: Path) -> None:
+    """Another version of torch may name nodes otherwise."""
+    path = tmp_path / "small.safetensors"
+    small = shrunk("pad").small
+    pp.save(small, path)
+    with safe_open(str(path), framework="pt") as file:
+        content = json.loads(file.metadata()["polarprune"])
+    for code in content["recipe"]["rewired"].values():
+        for mode in ("train", "eval"):
+            code[mode] = renamed(code[mode])
+    text, tensors = json.dumps({**content, "sha256": BLANK}), load_file(str(path))
+    save_file(tensors, str(path), metadata={"polarprune": signed(text, tensors)})
+    model, x = made("pad")
+    assert torch.equal(pp.load(path, model=model).eval()(x), small.eval()(x))
+
+
+def renamed(nodes: list[Any]) -> list[Any]:
+    """A stored graph with other names of nodes."""
+    names = {name: f"other_{number}" for number, (name, *_) in enumerate(nodes)}
+
+    def replaced(data: Any) -> Any:
+        if isinstance(data, dict) and data.keys() == {"node"}:
+            return {"node": names[data["node"]]}
+        if isinstance(data, dict):
+            return {key: replaced(item) for key, item in data.items()}
+        return [replaced(item) for item in data] if isinstance(data, list) else data
+
+    return [[names[n], kind, target, replaced(a), replaced(k)] for n, kind, target, a, k in nodes]

@@ -1,0 +1,55 @@
+"""The tensors and numbers in a module's graph: as recorded on the example, and after pruning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, fx
+
+from ..channels.graph import Graph
+from ..tracing.tape import Tape, Value
+
+
+class NodeShapes:
+    """Looks up what the nodes of one module computed, and which channels a plan keeps.
+
+    Args:
+        graph: What `trace` found.
+        path: The name of the module.
+        alive: One truth value for each unit: False if the plan removes it.
+        tape: A recorded run in the mode of the graph.
+    """
+
+    def __init__(self, graph: Graph, path: str, alive: Tensor, tape: Tape) -> None:
+        self.graph, self.path, self.alive, self.tape = graph, path, alive, tape
+        self.width_nodes: set[fx.Node] = set()  # numbers computed from widths that change
+
+    def values(self, node: Any) -> list[Value]:
+        """Return the tensors that a node computed in the recorded run."""
+        return self.tape.marks.get((self.path, node.name), [])
+
+    def number(self, node: fx.Node) -> Any:
+        """Return the number that a node computed in the recorded run, or None."""
+        return self.tape.marked_numbers.get((self.path, node.name))
+
+    def number_of(self, item: Any) -> Any:
+        """Return an argument as a number: a constant, or what a node computed (None if none)."""
+        return self.number(item) if isinstance(item, fx.Node) else item
+
+    def kept(self, value: Value, axis: int) -> Tensor | None:
+        """Return which indices along an axis are kept, or None if it has no channels."""
+        return self.graph.kept(value, axis, self.alive)
+
+    def kept_if_cut(self, value: Value, axis: int) -> Tensor | None:
+        """Return which indices along an axis are kept, or None if all are."""
+        kept = self.kept(value, axis)
+        return None if kept is None or bool(kept.all()) else kept
+
+    def size(self, value: Value, axis: int) -> int:
+        """Return the size along an axis after pruning."""
+        kept = self.kept(value, axis)
+        return value.shape[axis] if kept is None else int(kept.sum())
+
+    def changed(self, value: Value, axis: int) -> bool:
+        """Return whether pruning changes the size along an axis."""
+        return self.size(value, axis) != value.shape[axis]

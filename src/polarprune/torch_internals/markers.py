@@ -1,0 +1,74 @@
+"""Every attribute that polarprune attaches to objects, or reads from objects of others, by name.
+
+A mark says something about a class, a function or a module that its type does not say: this hook
+belongs to a gate, this forward was made from that graph. All names of marks start with
+`polarprune_`, so that they do not clash with names of the user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from torch import fx, nn
+
+Marked = TypeVar("Marked")
+
+_GATE = "polarprune_is_gate"
+_EXPOSED = "polarprune_exposed"
+_SOURCE = "polarprune_code"
+_RECIPE = "polarprune_recipe"
+
+
+def gate_part(thing: Marked) -> Marked:
+    """Mark a class or a hook as a part of gates, which export removes. Usable as a decorator."""
+    setattr(thing, _GATE, True)
+    return thing
+
+
+def is_gate_part(thing: object) -> bool:
+    """Return whether a module or a hook was marked with `gate_part`."""
+    return bool(getattr(thing, _GATE, False))
+
+
+def mark_weight_exposed(module: nn.Module) -> None:
+    """Note that the weight which this module computed in its forward is a parametrization now."""
+    setattr(type(module), _EXPOSED, True)
+
+
+def is_weight_exposed(module: nn.Module) -> bool:
+    """Return whether `mark_weight_exposed` was called for this module, or for its original."""
+    return bool(getattr(type(module), _EXPOSED, False))
+
+
+def set_source_graph(forward: Callable[..., object], graph: fx.Graph) -> None:
+    """Attach to a forward the graph that it runs: fx cannot trace the forward itself again."""
+    setattr(forward, _SOURCE, graph)
+
+
+def source_graph(forward: object) -> fx.Graph | None:
+    """Return the graph that `set_source_graph` attached to a forward, or None."""
+    graph = getattr(forward, _SOURCE, None)
+    return graph if isinstance(graph, fx.Graph) else None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether `torch.compile(module)` returned this module, or `module.compile()` ran."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
+def uncompiled(model: Marked) -> Marked:
+    """Return the module inside of what `torch.compile` returned, or the module itself."""
+    inner: Marked = getattr(model, "_orig_mod", model)
+    return inner
+
+
+def attach_recipe(model: nn.Module, recipe: Mapping[str, object]) -> None:
+    """Attach to a pruned model the recipe that made it, as plain data; `save` stores it."""
+    setattr(model, _RECIPE, recipe)
+
+
+def attached_recipe(model: object) -> dict[str, object] | None:
+    """Return the recipe that `attach_recipe` attached to a model, or None."""
+    recipe: dict[str, object] | None = getattr(model, _RECIPE, None)
+    return recipe
