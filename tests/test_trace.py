@@ -474,7 +474,7 @@ def test_reason_of_code_with_fixed_sizes_names_module_line_and_remedy(
     line = inspect.getsourcelines(code)[1] + 2
     reason = graph.groups["0.0"].reason
     assert reason.startswith(fact) and reason.endswith(f"; {remedy}")
-    assert f"in 1 (test_trace.py:{line}) (its forward cannot be rewritten); " in reason
+    assert f"in 1 (test_trace.py:{line}) (its forward cannot be rewritten: " in reason
 
 
 def test_output_is_frozen() -> None:
