@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,7 +14,7 @@ _MOMENTUM = 0.01  # of the backbone's batch norms, as in the code that the paper
 
 
 class DeepLabV3Plus(nn.Module):
-    """Early features (stride 4) beside late ones (stride 16) that were looked at in five ways."""
+    """Early features (stride 4) joined with late ones (stride 16) that passed the pyramid."""
 
     def __init__(self, classes: int = 21, rates: tuple[int, ...] = (6, 12, 18)) -> None:
         super().__init__()
@@ -31,24 +29,29 @@ class DeepLabV3Plus(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         early, late = self.backbone(x)
-        late = _resized(self.pyramid(late), early)
+        late = _resize(self.pyramid(late), early)
         both = torch.cat([self.fine(early), late], 1)
-        scores: Tensor = self.classes(self.mix(both))
-        return _resized(scores, x)
+        logits: Tensor = self.classes(self.mix(both))
+        return _resize(logits, x)
 
 
 class Backbone(nn.Module):
-    """torchvision's ResNet-50 without its head; names as there, so that its weights fit."""
+    """torchvision's ResNet-50 without its head; the names are the same, so its weights fit."""
+
+    conv1: nn.Module
+    bn1: nn.Module
+    relu: nn.Module
+    maxpool: nn.Module
+    layer1: nn.Module
+    layer2: nn.Module
+    layer3: nn.Module
+    layer4: nn.Module
 
     def __init__(self) -> None:
         super().__init__()
-        dilated = [False, False, True]
-        whole: Any = from_torchvision("resnet50", replace_stride_with_dilation=dilated)
-        self.conv1, self.bn1, self.relu, self.maxpool = (
-            whole.conv1, whole.bn1, whole.relu, whole.maxpool,
-        )  # fmt: skip
-        self.layer1, self.layer2 = whole.layer1, whole.layer2
-        self.layer3, self.layer4 = whole.layer3, whole.layer4
+        resnet = from_torchvision("resnet50", dilation=[False, False, True])
+        for name in Backbone.__annotations__:
+            self.add_module(name, resnet.get_submodule(name))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
@@ -56,8 +59,8 @@ class Backbone(nn.Module):
         return early, self.layer4(self.layer3(self.layer2(early)))
 
 
-class Enlarged(nn.Module):
-    """The same backbone learns to name small images, made larger: weights to begin with."""
+class BackboneClassifier(nn.Module):
+    """The backbone with a classifier, trained on enlarged small images to get initial weights."""
 
     def __init__(self, classes: int = 10, side: int = 128) -> None:
         super().__init__()
@@ -67,31 +70,32 @@ class Enlarged(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.interpolate(x, size=(self.side, self.side), mode="bilinear", align_corners=False)
-        scores: Tensor = self.head(self.backbone(x)[1].mean((2, 3)))
-        return scores
+        logits: Tensor = self.head(self.backbone(x)[1].mean((2, 3)))
+        return logits
 
 
 class Pyramid(nn.Module):
-    """Atrous spatial pyramid pooling: 1 × 1, 3 × 3 at three rates, and the mean of the picture."""
+    """Atrous spatial pyramid pooling: 1 × 1, 3 × 3 at three rates, and the mean of the image."""
 
-    def __init__(self, wide: int, rates: tuple[int, ...]) -> None:
+    def __init__(self, inputs: int, rates: tuple[int, ...]) -> None:
         super().__init__()
-        ways = [_conv(wide, _WIDTH, 1), *(_conv(wide, _WIDTH, 3, rate) for rate in rates)]
+        ways = [_conv(inputs, _WIDTH, 1), *(_conv(inputs, _WIDTH, 3, rate) for rate in rates)]
         self.ways = nn.ModuleList(ways)
-        self.whole = _conv(wide, _WIDTH, 1)
+        self.whole = _conv(inputs, _WIDTH, 1)
         self.project = nn.Sequential(_conv((len(ways) + 1) * _WIDTH, _WIDTH, 1), nn.Dropout(0.1))
 
     def forward(self, x: Tensor) -> Tensor:
-        mean = _resized(self.whole(x.mean((2, 3), keepdim=True)), x)
+        mean = _resize(self.whole(x.mean((2, 3), keepdim=True)), x)
         mixed: Tensor = self.project(torch.cat([*(way(x) for way in self.ways), mean], 1))
         return mixed
 
 
-def _conv(wide: int, width: int, size: int, rate: int = 1) -> nn.Sequential:
-    conv = nn.Conv2d(wide, width, size, padding=rate * (size // 2), dilation=rate, bias=False)
+def _conv(inputs: int, width: int, size: int, rate: int = 1) -> nn.Sequential:
+    conv = nn.Conv2d(inputs, width, size, padding=rate * (size // 2), dilation=rate, bias=False)
     nn.init.kaiming_normal_(conv.weight, nonlinearity="relu")
     return nn.Sequential(conv, nn.BatchNorm2d(width), nn.ReLU())
 
 
-def _resized(x: Tensor, like: Tensor) -> Tensor:
+def _resize(x: Tensor, like: Tensor) -> Tensor:
+    """Scale a tensor to the height and width of another one."""
     return F.interpolate(x, size=like.shape[-2:], mode="bilinear", align_corners=False)

@@ -1,4 +1,4 @@
-"""Which polarprune runs: the commit of its sources, for cards."""
+"""The commit of polarprune's sources, which every card stores."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-PACKAGE = Path(__file__).parent.parent
+PACKAGE = Path(__file__).parents[2]
 VARIABLE = "POLARPRUNE_COMMIT"
 
 
 def commit(package: Path = PACKAGE) -> str:
-    """The commit of the sources in a folder.
+    """Return the commit of the sources in a folder.
 
     Only files of the package count as changes: a run that is stored beside it changes no source.
 
@@ -20,11 +20,11 @@ def commit(package: Path = PACKAGE) -> str:
         package: Folder of the package.
 
     Returns:
-        The commit, with "+changes" after it if files in the folder were changed or added since.
-        Where no git repository tracks the folder: the environment variable POLARPRUNE_COMMIT or,
+        The commit, followed by "+changes" if files in the folder were changed or added since.
+        If no git repository tracks the folder: the environment variable POLARPRUNE_COMMIT or,
         if it is not set, the installed version, such as "version 0.1.0".
     """
-    if _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None:  # else not ours
+    if _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None:  # it is tracked
         head = _git(package, "rev-parse", "HEAD")
         if head:
             changes = _git(package, "status", "--porcelain", "--", ".")
@@ -33,7 +33,8 @@ def commit(package: Path = PACKAGE) -> str:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What git prints, or None if it fails or is not installed."""
+    """Return what git prints, or None if it fails or is not installed."""
+    # In a git hook, GIT_DIR would point to another repository.
     outside = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     try:
         done = subprocess.run(
