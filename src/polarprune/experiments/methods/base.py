@@ -52,7 +52,7 @@ class Method:
         return {}
 
     def state(self) -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint stores besides the model; loading writes into them."""
+        """Return the tensors that a checkpoint stores besides the model; loading writes to them."""
         return {}
 
 

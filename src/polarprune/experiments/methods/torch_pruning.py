@@ -86,7 +86,7 @@ class TorchPruning(ComparedMethod):
 
     @torch.no_grad()
     def after_backward(self) -> None:
-        """Add the gradient of the regularizer, 16 times as strong for the least channels of a group."""
+        """Add the regularizer's gradient: 16 times as strong for the least channels of a group."""
 
         def of_group(kind: str, values: Tensor) -> Tensor:
             zeros = values.new_zeros(self.groups)

@@ -1,8 +1,8 @@
-"""The section on steering in docs/results.md, and its two figures.
+"""The section on following the budget path in docs/results.md, and its two figures.
 
-From steering.json (see steering.py) and the logs of the runs of the paper's table in results/:
+The numbers are from steering.json (see measure/steering.py) and from the logs in results/:
 
-    python benchmarks/steering_page.py      # draws docs/figures/steering.png and headline.png
+    python -m benchmarks.pages.steering      # draws docs/figures/steering.png and headline.png
 """
 
 import json
@@ -14,17 +14,20 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-import figures
-from figures import BLUE, GREEN, GREY, ORANGE, PINK, Missing, card, log
-from steering import APART, LANDED, RISE, broken, read
+from benchmarks.measure.steering import APART, LANDED, RISE, broken, read
+from benchmarks.pages import figures
+from benchmarks.pages.figures import BLUE, GREEN, GREY, ORANGE, PINK, Missing, card, log
 
 NAMES = {
-    **figures.NAMES, "resnet20": "ResNet-20", "vgg_small": "small VGG",
+    **figures.NAMES,
+    "resnet20": "ResNet-20",
+    "vgg_small": "small VGG",
     "mobilenetv2_small": "small MobileNetV2",
-}  # fmt: skip
+}
 HEADLINES = (
-    *(f"resnet56-47-seed{seed}" for seed in range(3)), "resnet56-34", "vgg16-31", "mobilenetv2_88m-54",
-)  # fmt: skip
+    *(f"resnet56-47-seed{seed}" for seed in range(3)),
+    *("resnet56-34", "vgg16-31", "mobilenetv2_88m-54"),
+)
 COLOURS = (BLUE, ORANGE, GREEN, PINK, "#e69f00", "#56b4e9")
 Row = dict[str, Any]
 
@@ -45,7 +48,7 @@ def grid(rows: int, columns: int, width: float, height: float) -> tuple[Figure, 
 
 
 def kinds(rows: Iterable[Row]) -> list[list[Row]]:
-    """Runs that differ in the budget only, largest budget first."""
+    """Return lists of runs that differ only in the budget, largest budget first."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         recipe = row["recipe"]
@@ -55,7 +58,7 @@ def kinds(rows: Iterable[Row]) -> list[list[Row]]:
 
 
 def steering() -> Figure:
-    """MACs beside their path, half-open gates and loss over the epochs."""
+    """MACs and their planned path, half-open gates and loss over the epochs."""
     groups = kinds(read().values())
     if not groups:
         raise Missing("steering.json")
@@ -66,19 +69,17 @@ def steering() -> Figure:
         for row in kind:
             _steered(line, row["curves"], colours[row["macs"]])
         line[1].set_ylim(bottom=0)
-        name, epochs = (
-            NAMES.get(kind[0]["network"], kind[0]["network"]),
-            kind[0]["recipe"]["epochs"],
-        )
+        network, epochs = kind[0]["network"], kind[0]["recipe"]["epochs"]
+        name = NAMES.get(network, network)
         line[0].set_ylabel(f"{name}\n{epochs} epochs", fontsize=9)
-    for axis, title in zip(axes[0], ("MACs", "half-open gates", "recalibrated test loss"),
-                           strict=True):  # fmt: skip
+    titles = ("MACs", "half-open gates", "recalibrated test loss")
+    for axis, title in zip(axes[0], titles, strict=True):
         axis.set_title(title, fontsize=10)
     for axis in axes[-1]:
         axis.set_xlabel("epoch", fontsize=9)
     for macs, colour in colours.items():
         axes[0][0].plot([], [], color=colour, label=f"macs={macs:g}")
-    axes[0][0].plot([], [], "--", color=GREY, label="path")
+    axes[0][0].plot([], [], "--", color=GREY, label="planned path")
     figure.legend(loc="outside lower center", ncols=len(colours) + 1, frameon=False, fontsize=9)
     return figure
 
@@ -123,8 +124,8 @@ def _headline(column: list[Axes], rows: list[Row], at: int) -> None:
     shares = [sum(row["histogram"][1:-1]) / sum(row["histogram"]) for row in rows]
     gates.plot(epochs, shares, color=BLUE, lw=1.2)
     scored = [row for row in rows if "recalibrated_loss" in row]
-    loss.plot([row["epoch"] for row in scored], [row["recalibrated_loss"] for row in scored], "o-",
-              ms=2, color=BLUE, lw=1)  # fmt: skip
+    losses = [row["recalibrated_loss"] for row in scored]
+    loss.plot([row["epoch"] for row in scored], losses, "o-", ms=2, color=BLUE, lw=1)
     for axis in column:
         axis.axvline(at, color=GREY, lw=0.8, ls=":")
         axis.set_xlim(0, epochs[-1])
@@ -132,13 +133,13 @@ def _headline(column: list[Axes], rows: list[Row], at: int) -> None:
         axis.yaxis.set_major_formatter(PercentFormatter(1))
 
 
-# --- words ----------------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
 
 
 def table(rows: Iterable[Row]) -> list[str]:
     lines = [
-        "| network | epochs | MACs | largest distance from the path | closed at the landing | "
-        "largest loss ratio of two epochs | accuracy | claim |",
+        "| network | epochs | budget (MACs) | largest distance from the path | "
+        "closed at the deadline | largest loss ratio of two epochs | accuracy | claim |",
         "|---|---|---|---|---|---|---|---|",
     ]
     return lines + [_line(row) for kind in kinds(rows) for row in kind]
@@ -157,7 +158,7 @@ def _line(row: Row) -> str:
 
 
 def verdict(rows: list[Row]) -> str:
-    """In how many runs each part of the claim holds, and the worst of each."""
+    """Return in how many runs each part of the claim holds, and its worst value."""
     apart = [max(row["above_path"], row["below_path"]) for row in rows]
     landed = [100 * row["landing"]["macs"] for row in rows]
     ratios = [row["loss_ratio"] for row in rows]
@@ -165,33 +166,33 @@ def verdict(rows: list[Row]) -> str:
     kept = {part: sum(part not in one for one in failed) for part in ("path", "landing", "loss")}
     return (
         f"The claim holds in {failed.count([])} of {len(rows)} runs. The MACs stay within "
-        f"{APART:g} points of the path in {kept['path']} (largest distance {max(apart):.2f}), the "
-        f"landing closes at most {LANDED:g} points in {kept['landing']} (largest "
-        f"{max(landed):.2f}), and the loss of an epoch is at most {RISE:g} times that of the epoch "
-        f"before in {kept['loss']} (largest {max(ratios):.2f})."
+        f"{APART:g} points of the path in {kept['path']} runs (largest distance {max(apart):.2f}). "
+        f"At most {LANDED:g} points are closed at the deadline in {kept['landing']} runs (largest "
+        f"{max(landed):.2f}). The loss of an epoch is at most {RISE:g} times that of the previous "
+        f"epoch in {kept['loss']} runs (largest {max(ratios):.2f})."
     )
 
 
 def cause(rows: list[Row]) -> list[str]:
-    """Where the distance is too large: how much of it one channel makes."""
+    """Return whether single channels explain distances that are too large."""
     far = [row for row in rows if "path" in broken(row)]
     single = [row["largest_fall"] for row in far if row["channels_in_it"] == 1]
     if not far:
         return []
     below = sum(row["below_path"] > row["above_path"] for row in far)
-    said = f"Of the {len(far)} runs that leave the path, {below} are below it."
+    text = f"Of the {len(far)} runs that leave the path, {below} fall below it."
     if single:
-        said += (
-            f" In {len(single)} of them the largest fall between two looks is a single channel, of "
-            f"{min(single):.2f} to {max(single):.2f} points of the MACs: the controller also "
-            f"closes the channel that crosses the path."
+        text += (
+            f" In {len(single)} of them, the largest drop between two controller steps is due to a "
+            f"single channel of {min(single):.2f} to {max(single):.2f} points of the MACs: the "
+            f"controller also closes the channel that crosses the path."
         )
-    return [said]
+    return [text]
 
 
 def scale(rows: list[Row]) -> str:
-    """What was trained on, and where."""
-    told = {
+    """Return the data, the machine and the version of the runs."""
+    settings = {
         f"{row['images']:,} training and {row['test_images']:,} test images of {row['size']} × "
         f"{row['size']}, batches of {row['recipe']['batch']}, a baseline of "
         f"{row['recipe']['baseline_epochs']} epochs, on {row['machine']} (torch "
@@ -200,20 +201,20 @@ def scale(rows: list[Row]) -> str:
     }
     scores = [row["baseline"] for row in rows]
     return (
-        f"CIFAR-10, one run each: {'; '.join(told)}. The baselines reach {min(scores):.1%} to "
-        f"{max(scores):.1%}; the lower that is, the higher the loss, and the less a ratio of two "
-        f"losses says."
+        f"CIFAR-10, one run each: {'; '.join(settings)}. The baselines have an accuracy of "
+        f"{min(scores):.1%} to {max(scores):.1%}. With a low accuracy the loss is high, and the "
+        f"ratio of two losses says less."
     )
 
 
 def deadline(name: str) -> int:
-    """The epoch of a stored run in which the budget had to be met."""
+    """Return the epoch of a stored run in which the budget had to be met."""
     recipe = card(name)["recipe"]
     return math.ceil(recipe["schedule"]["done"] * recipe["epochs"])
 
 
 def cut(name: str) -> dict[str, float]:
-    """What happened in the deadline's epoch: MACs in percent, and losses logged next to it."""
+    """Return MACs in percent and logged losses before and after the epoch of the deadline."""
     rows, at = log(name), deadline(name)
     macs = {row["epoch"]: 100 * row["macs"] for row in rows}
     losses = {r["epoch"]: r["recalibrated_loss"] for r in rows if "recalibrated_loss" in r}
@@ -227,15 +228,17 @@ def cut(name: str) -> dict[str, float]:
 
 
 def earlier() -> list[str]:
-    """The runs of the paper's table, which are of the earlier steering."""
+    """Return the paragraphs on the runs of the paper's table, which are of an earlier version."""
     try:
         found = {name: cut(name) for name in HEADLINES}
     except Missing as missing:
-        return [f"The runs of the paper's table are not stored: {missing}."]
+        return [f"A run of the paper's table is not stored: {missing}."]
     points = [one["before"] - one["after"] for one in found.values()]
-    lines = ["| run | epoch of the deadline | MACs before it | after it | points in that epoch | "
-             "most in any other epoch | loss logged before it | at it or next |",
-             "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines = [
+        "| run | epoch of the deadline | MACs before | MACs after | points removed in this epoch | "
+        "most in any other epoch | last loss logged before | first loss logged after |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for (name, one), gone in zip(found.items(), points, strict=True):
         lines.append(
             f"| {name} | {deadline(name)} | {one['before']:.2f} % | {one['after']:.2f} % | "
@@ -243,9 +246,9 @@ def earlier() -> list[str]:
             f"{one['loss after']:.2f} |"
         )
     return [
-        "The runs of the paper's table above are of the earlier steering, which cut what was "
-        f"missing at the deadline (dotted): {min(points):.1f} to {max(points):.1f} points of the "
-        "MACs went in that one epoch. The claim is not about these runs. Their recalibrated loss "
+        "The runs of the paper's table were made with an earlier version, which closed all missing "
+        f"channels at the deadline (dotted line): {min(points):.1f} to {max(points):.1f} points of "
+        "the MACs in a single epoch. The claim is not about these runs. Their recalibrated loss "
         "was logged every ten epochs.",
         "\n".join(lines),
         "![headline](figures/headline.png)",
@@ -253,13 +256,13 @@ def earlier() -> list[str]:
 
 
 def section() -> list[str]:
-    """The parts of the section, for the page of results."""
+    """Return the paragraphs of the section."""
     rows = list(read().values())
     if not rows:
         return ["Not measured yet."]
     return [
-        f"By [steering.py](../benchmarks/steering.py). {scale(rows)} The distance from the path "
-        "is that at every look of the controller, in points of the original MACs.",
+        f"Measured by [steering.py](../benchmarks/measure/steering.py). {scale(rows)} The distance "
+        "from the path is taken at every controller step, in points of the original MACs.",
         "\n".join(table(rows)),
         " ".join([verdict(rows), *cause(rows)]),
         "![steering](figures/steering.png)",

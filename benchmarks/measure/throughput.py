@@ -1,37 +1,37 @@
-"""Images a second of training on pictures of 224 × 224, plain and gated, side by side.
+"""Training images per second at 224 × 224, plain and gated, side by side.
 
-The pictures are made up and lie on the device: what a loader can deliver is not measured. The steps
-are those of `polarprune train` on ImageNet, one by one. Stored in throughput.json.
+The images are made up and lie on the device: what a loader can deliver is not measured. The steps
+are those of `polarprune train` on ImageNet, one by one. Stored in numbers/throughput.json:
 
-    python benchmarks/throughput.py                 # all networks, on a GPU
-    python benchmarks/throughput.py resnet50 --batch 64
+    python -m benchmarks.measure.throughput                 # all networks, on a GPU
+    python -m benchmarks.measure.throughput resnet50 --batch 64
 """
 
 import argparse
-import json
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.store import read_numbers, write_numbers
 from polarprune import Pruner
 from polarprune.cost.timing import environment
-from polarprune.experiments.data import taught
-from polarprune.experiments.networks import NETWORKS
-from polarprune.experiments.recipes import Recipe, recipe
-from polarprune.experiments.task import Shuffled
-from polarprune.experiments.training import Trainer
+from polarprune.experiments.data.distillation import classification_loss
+from polarprune.experiments.data.task import InMemoryStream
+from polarprune.experiments.networks.table import NETWORKS
+from polarprune.experiments.presets import preset
+from polarprune.experiments.runs.trainer import Trainer
+from polarprune.experiments.settings import Settings
 
-STORE = Path(__file__).with_suffix(".json")
+NAME = "throughput"
 CASES = ("mobilenet_v1", "mobilenet_v2", "resnet50")
 ROUNDS, STEPS, WARM = 7, 10, 5
 
 
-class MadeUp(Shuffled):
-    """The same pictures again and again."""
+class FixedBatch(InMemoryStream):
+    """The same random batch at every step."""
 
     captured = False  # as with a loader
 
@@ -44,18 +44,20 @@ class MadeUp(Shuffled):
     def next(self) -> tuple[Tensor, Tensor]:
         return self.x, self.y
 
-    def loss(self, out: Tensor, target: Tensor, opinion: Tensor | None, recipe: Recipe) -> Tensor:
-        return taught(out, target, opinion, recipe)
+    def loss(
+        self, output: Tensor, target: Tensor, teacher: Tensor | None, settings: Settings
+    ) -> Tensor:
+        return classification_loss(output, target, teacher, settings)
 
-    def right(self, out: Tensor, target: Tensor) -> Tensor:
-        return (out.argmax(1) == target).float().mean()
+    def accuracy(self, output: Tensor, target: Tensor) -> Tensor:
+        return (output.argmax(1) == target).float().mean()
 
 
 def measure(network: str, batch: int, side: int, compiled: bool) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cudnn.benchmark = True
-    wanted = recipe(network, batch=batch, compiled=compiled)
-    pictures = MadeUp(batch, side, device)
+    settings = preset(network, batch=batch, compiled=compiled)
+    images = FixedBatch(batch, side, device)
     trainers = {}
     for kind in ("plain", "gated"):
         torch.manual_seed(0)
@@ -63,8 +65,8 @@ def measure(network: str, batch: int, side: int, compiled: bool) -> dict[str, An
         model = model.to(memory_format=torch.channels_last)
         pruner = None
         if kind == "gated":
-            pruner = Pruner(model, pictures.x[:2], macs=0.5, steps=140 * 5000)
-        trainers[kind] = Trainer(model, pictures, wanted, epochs=140, lr=0.01, pruner=pruner)
+            pruner = Pruner(model, images.x[:2], macs=0.5, steps=140 * 5000)
+        trainers[kind] = Trainer(model, images, settings, epochs=140, lr=0.01, pruner=pruner)
         trainers[kind].advance(WARM)
     taken: dict[str, list[float]] = {kind: [] for kind in trainers}
     for _ in range(ROUNDS):
@@ -90,12 +92,12 @@ def main() -> None:
     parser.add_argument("--side", type=int, default=224)
     parser.add_argument("--compiled", action="store_true")
     given = parser.parse_args()
-    store = json.loads(STORE.read_text()) if STORE.exists() else {}
+    store = read_numbers(NAME)
     for network in given.networks:
         row = measure(network, given.batch, given.side, given.compiled)
         store[network + ("-compiled" if given.compiled else "")] = row
         print(network, row["images_a_second"], row["ratio"], flush=True)
-        STORE.write_text(json.dumps(store, indent=1, sort_keys=True) + "\n")
+        write_numbers(NAME, store)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,12 @@ Each combination of a network, a number of epochs and a budget is trained and pr
 train` does it, from a baseline that is trained first. Measured: the MACs and their path at every
 look of the controller, what the landing closed, and after every epoch the half-open gates (values
 between 0.05 and 0.95), ε, and accuracy and loss on the test images; for the loss, batch norms take
-their statistics from training images with the gates as they are. Stored in steering.json beside
-this file, where combinations that are there already are not run again (unless `--again`):
+their statistics from training images with the gates as they are. Stored in
+numbers/steering.json; combinations that are stored are not run again (unless `--again`):
 
-    python benchmarks/steering.py --networks resnet56 vgg16 mobilenetv2 --epochs 20 100 200 350 \\
-        --macs 0.7 0.5 0.3 0.2 0.1 --data cifar10:DIR --device cuda
-    python benchmarks/steering.py --networks resnet20 vgg_small mobilenetv2_small \\
+    python -m benchmarks.measure.steering --networks resnet56 vgg16 mobilenetv2 \\
+        --epochs 20 100 200 350 --macs 0.7 0.5 0.3 0.2 0.1 --data cifar10:DIR --device cuda
+    python -m benchmarks.measure.steering --networks resnet20 vgg_small mobilenetv2_small \\
         --epochs 10 20 --macs 0.7 0.5 0.3 0.1 --data cifar10:DIR --baseline-epochs 10 \\
         --images 2000 --test-images 1000 --size 16 --batch 50
 """
@@ -26,15 +26,17 @@ from typing import Any
 
 import torch.nn.functional as F
 
+from benchmarks.store import ROOT, number_file
 from polarprune import Schedule
 from polarprune.cost.timing import environment
-from polarprune.experiments.data import Data, Images, open_cifar10
-from polarprune.experiments.networks import NETWORKS, VGG, MobileNetV2
-from polarprune.experiments.recipes import RECIPES, Recipe
-from polarprune.experiments.run import Run
+from polarprune.experiments.data.cifar10 import Cifar10, Images, open_cifar10
+from polarprune.experiments.networks.small_images import VGG, MobileNetV2
+from polarprune.experiments.networks.table import NETWORKS
+from polarprune.experiments.presets import PRESETS
+from polarprune.experiments.runs.run import Run
+from polarprune.experiments.settings import Settings
 
-ROOT = Path(__file__).parent.parent
-STORE = Path(__file__).with_suffix(".json")
+STORE = number_file("steering")
 RUNS = ROOT / "runs" / "steering"
 APART, LANDED, RISE = 2.0, 0.5, 1.2  # points, points, ratio: what the claim allows
 WARM_UP = 0.025  # of the epochs, as in the recipes of 200
@@ -49,7 +51,10 @@ class SmallVGG(VGG):
 class SmallMobileNetV2(MobileNetV2):
     """Seven blocks of half the widths."""
 
-    stages = ((1, 8, 1, 1), (6, 12, 2, 1), (6, 16, 2, 2), (6, 32, 2, 2))
+    stages = ((1, 8, 1), (6, 12, 2), (6, 16, 2), (6, 32, 2))
+
+    def __init__(self) -> None:
+        super().__init__(strides=(1, 1, 2, 2), dropout=0.0)
 
 
 NETWORKS |= {"vgg_small": SmallVGG, "mobilenetv2_small": SmallMobileNetV2}
@@ -67,9 +72,9 @@ def smaller(images: Images, count: int | None, size: int | None) -> Images:
     return Images(x.round().byte().permute(0, 2, 3, 1).contiguous(), images.y)
 
 
-def recipe_for(network: str, epochs: int, given: argparse.Namespace) -> Recipe:
+def settings_for(network: str, epochs: int, given: argparse.Namespace) -> Settings:
     """The network's own recipe; learning rates are scaled with the batch."""
-    usual = RECIPES.get(network, Recipe(network))
+    usual = PRESETS.get(network, Settings(network))
     batch = given.batch or usual.batch
     share = batch / usual.batch
     return dataclasses.replace(
@@ -79,25 +84,27 @@ def recipe_for(network: str, epochs: int, given: argparse.Namespace) -> Recipe:
     )  # fmt: skip
 
 
-def measure(recipe: Recipe, macs: float, data: Data, given: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    settings: Settings, macs: float, data: Cifar10, given: argparse.Namespace
+) -> dict[str, Any]:
     """Train and prune one combination."""
-    kind = f"{recipe.network}-{len(data.train)}-{data.train.x.shape[1]}-seed{recipe.seed}"
-    out = given.runs / f"{kind}-{recipe.epochs}-{macs:g}"
-    run = Run(recipe, data, out, device=given.device)
-    baseline = run.baseline(given.runs / f"{kind}-{recipe.baseline_epochs}.safetensors")
+    kind = f"{settings.network}-{len(data.train)}-{data.train.x.shape[1]}-seed{settings.seed}"
+    out = given.runs / f"{kind}-{settings.epochs}-{macs:g}"
+    run = Run(settings, data, out, device=given.device)
+    baseline = run.baseline(given.runs / f"{kind}-{settings.baseline_epochs}.safetensors")
     card = run.prune(baseline, macs=macs)
     history = json.loads((out / "report.json").read_text(encoding="utf-8"))["history"]
     lines = (out / "log.jsonl").read_text(encoding="utf-8").splitlines()
     log = {row["epoch"]: row for row in map(json.loads, lines) if row["stage"] == "prune"}
-    steps = recipe.epochs * run.batches.per_epoch
+    steps = settings.epochs * run.batches.per_epoch
     rows = [log[epoch] for epoch in sorted(log)]
     return {
-        "network": recipe.network, "macs": macs, "steps": steps,
-        **summary(history, rows, macs, recipe.schedule, steps), "landing": card["landing"],
+        "network": settings.network, "macs": macs, "steps": steps,
+        **summary(history, rows, macs, settings.schedule, steps), "landing": card["landing"],
         "accuracy": card["accuracy"], "baseline": card["table"][0]["accuracy"],
-        "curves": curves(rows, macs, recipe.schedule, run.batches.per_epoch, steps),
+        "curves": curves(rows, macs, settings.schedule, run.batches.per_epoch, steps),
         "images": len(data.train), "test_images": len(data.test), "size": data.train.x.shape[1],
-        "recipe": dataclasses.asdict(recipe), **environment(), "commit": commit(),
+        "recipe": dataclasses.asdict(settings), **environment(), "commit": commit(),
     }  # fmt: skip
 
 
@@ -187,7 +194,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--store", type=Path, default=STORE)
     given = parser.parse_args(arguments)
     whole = open_cifar10(Path(given.data.removeprefix("cifar10:")))
-    data = Data(
+    data = Cifar10(
         smaller(whole.train, given.images, given.size),
         smaller(whole.test, given.test_images, given.size),
     )
@@ -196,7 +203,7 @@ def main(arguments: list[str] | None = None) -> None:
         name += f" of {data.train.x.shape[1]}, seed {given.seed}"
         if name in read(given.store) and not given.again:
             continue
-        row = measure(recipe_for(network, epochs, given), macs, data, given)
+        row = measure(settings_for(network, epochs, given), macs, data, given)
         store = {**read(given.store), name: row}
         given.store.write_text(json.dumps(store) + "\n", encoding="utf-8")
         print(f"{name}: {row['above_path']:+.2f} and {-row['below_path']:+.2f} points, landing "

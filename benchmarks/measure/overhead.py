@@ -2,15 +2,14 @@
 
 Side by side in one run: a whole step (forward, backward, optimizer, proximal step) of the plain
 model, of the gated one, and of the naive way, which multiplies gates into activations instead of
-weights. Turns alternate; the ratios are of medians. Memory: eager code holds the gated weights once
-more until the backward pass, so that small batches feel it (ResNet-18 with 32 images); compiled
-code makes them anew. Writes overhead.json beside this file:
+weights. Turns alternate; the ratios are of medians. Memory: eager code keeps a gated copy of the
+weights until the backward pass, which matters for small batches (ResNet-18 with 32 images);
+compiled code computes it again. Writes numbers/overhead.json:
 
-    python benchmarks/overhead.py            # what this machine has: CPU, and GPU cases if there
-    python benchmarks/overhead.py resnet56   # one case
+    python -m benchmarks.measure.overhead            # CPU cases, and GPU cases if there is one
+    python -m benchmarks.measure.overhead resnet56   # one case
 """
 
-import json
 import os
 import platform
 import statistics
@@ -27,10 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import polarprune as pp
+from benchmarks.measure.import_torchvision import import_torchvision
+from benchmarks.store import read_numbers, write_numbers
 from polarprune.cli.demo import Block
 
-HERE = Path(__file__).parent
-STORE = HERE / "overhead.json"
+NAME = "overhead"
 STEPS = 1_000_000  # announced; the gates are pulled at, and none closes while it is measured
 
 
@@ -57,9 +57,8 @@ def resnet56() -> nn.Module:
 
 
 def vision(name: str, **options: Any) -> nn.Module:
-    import coverage_models
-
-    models = coverage_models.import_torchvision().models
+    """Return a new model of torchvision."""
+    models = import_torchvision().models
     model: nn.Module = models.get_model(name, weights=None, **options)
     return model
 
@@ -229,7 +228,7 @@ def measure(name: str) -> dict[str, Any]:
 
 def peak_of(name: str, variant: str) -> int:
     """Bytes at the height of a step, in a process of its own; on a CPU, what is freed goes back."""
-    command = [sys.executable, __file__, "--memory", name, variant]
+    command = [sys.executable, "-m", "benchmarks.measure.overhead", "--memory", name, variant]
     own = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=own)
     return int(done.stdout.split()[-1])
@@ -256,9 +255,9 @@ if __name__ == "__main__" and sys.argv[1:2] == ["--memory"]:
     training.measure_memory()
     print(training.peak)
 elif __name__ == "__main__":
-    store = json.loads(STORE.read_text()) if STORE.exists() else {}
+    store = read_numbers(NAME)
     for name in cases():
         store[name] = {**measure(name), "machine": machine(CASES[name].device)}
         print(name, store[name]["ratio"], store[name]["memory_ratio"], flush=True)
-        STORE.write_text(json.dumps(store, indent=1, sort_keys=True) + "\n")
+        write_numbers(NAME, store)
         torch._dynamo.reset()

@@ -1,32 +1,29 @@
-"""Writes docs/performance.md from the JSON files that the benchmarks left beside them."""
+"""Writes docs/performance.md from the stored numbers of the benchmarks.
 
-import json
-from pathlib import Path
+python -m benchmarks.pages.performance
+"""
+
 from typing import Any
 
-HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "performance.md"
+from benchmarks.store import DOCS, read_numbers
 
-
-def stored(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((HERE / f"{name}.json").read_text())
-    return found
+PAGE = DOCS / "performance.md"
 
 
 def overhead() -> list[str]:
     lines = [
-        "## A gated step beside a plain one",
+        "## Cost of a gated training step",
         "",
-        "Forward, backward, optimizer and proximal step, as a multiple of the plain step; naive: "
-        "gates multiplied into activations. Medians of turns that alternate; memory is the peak of "
-        "a step of the gated model, as a multiple of the plain one's (eager code holds the gated "
-        "weights once more, which small batches feel) "
-        "([overhead.py](../benchmarks/overhead.py)).",
+        "Time of a whole step (forward, backward, optimizer, proximal step) as a multiple of the "
+        "plain step. Naive: gates are multiplied into activations instead of weights. Memory: peak "
+        "of a gated step as a multiple of the plain one; eager code keeps a gated copy of the "
+        "weights, which matters for small batches. Medians of alternating runs "
+        "([overhead.py](../benchmarks/measure/overhead.py)).",
         "",
-        "| network | batch | way | plain (ms) | gated | naive | memory | turns | machine |",
+        "| network | batch | mode | plain (ms) | gated | naive | memory | runs | machine |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, row in stored("overhead").items():
+    for name, row in read_numbers("overhead").items():
         ratio, batch = row["ratio"], " × ".join(map(str, row["batch"]))
         found = row["memory_ratio"].get("gated")
         memory = "–" if found is None else f"{found:.3f}"
@@ -41,21 +38,22 @@ def overhead() -> list[str]:
 
 def shrinking() -> list[str]:
     lines = [
-        "## A training that prunes beside one that does not",
+        "## Time of a training that prunes",
         "",
-        'The whole time of a run to half of the MACs with `compact="auto"`, as a multiple of as '
-        "many plain steps, and the same for the last tenth of the steps; one run. Beside: the "
-        "seconds of it that did not go into steps, but into looks at the budget, proofs, compiling "
-        "and capturing; 90 epochs: the ratio with the same steps, and once what came beside them, "
-        "for a training of that length on ImageNet. Measured when the dearest channels still went "
-        "first where images are random: in the first stages, where most of the time is spent. Now "
-        "such a run thins all groups evenly ([shrinking.py](../benchmarks/shrinking.py)).",
+        'Total time of a run to half of the MACs with `compact="auto"`, as a multiple of the same '
+        "number of plain steps, and the same ratio for the last tenth of the steps; one run each. "
+        "Outside steps: seconds spent in the controller, proofs, compiling and capturing. 90 "
+        "epochs: the ratio extrapolated to 90 epochs of ImageNet, where this time occurs once. "
+        "These numbers were measured with an earlier version, which closed the most expensive "
+        "channels first if images are random: those of the first stages, where most of the time is "
+        "spent. The current version closes channels evenly in all groups "
+        "([shrinking.py](../benchmarks/measure/shrinking.py)).",
         "",
-        "| network | batch | steps | plain (s) | pruned | last tenth | beside (s) | 90 epochs | "
-        "MACs left | machine |",
+        "| network | batch | steps | plain (s) | pruned | last tenth | outside steps (s) | "
+        "90 epochs | MACs left | machine |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, row in stored("shrinking").items():
+    for name, row in read_numbers("shrinking").items():
         batch = " × ".join(map(str, row["shape"]))
         machine = f"{row['machine']}, {row['threads']} threads, torch {row['versions']['torch']}"
         total, longer = f"**{row['ratio']:.3f}**", "– | –"
@@ -81,23 +79,23 @@ WAYS = {
 
 def exported() -> list[str]:
     lines = [
-        "## The exported model beside the original",
+        "## Speed of the exported model",
         "",
-        "How many times as fast a model at half of the MACs is, 224 × 224, eval mode, by "
-        "`multiple_of`. Which channels go was not learned: the same share of every group, by "
-        "magnitude. Outside products: share of the time in depthwise convolutions, norms, "
-        "activations, sums and pools, which go down with the widths (to about 0.7) and not with "
-        "the MACs; like GMAC/s for the original and for the fastest. Medians of turns that "
-        "alternate; in brackets the range over processes, where there were several; ~ where the "
-        "fastest runs give a ratio that differs by more than 5 %, as others used the machine. On a "
-        "GPU odd widths fall on slow kernels, and eager runs of small networks wait for Python "
-        "([exported.py](../benchmarks/exported.py)).",
+        "Speed-up of a model with half of the MACs, for several values of `multiple_of`, at 224 × "
+        "224 in eval mode. The channels were not learned: every group keeps the same share, by "
+        "magnitude. The last two columns are for the original and for the fastest export. Memory-"
+        "bound: share of the time in depthwise convolutions, norms, activations, sums and pools, "
+        "which falls with the widths (to about 0.7) and not with the MACs. Medians of alternating "
+        "runs; in brackets the range over processes, if there were several. ~ marks rows in which "
+        "the fastest runs give a ratio that differs by more than 5 %, because the machine was "
+        "shared. On a GPU, odd widths use slow kernels, and eager runs of small networks wait for "
+        "Python ([exported.py](../benchmarks/measure/exported.py)).",
     ]
-    for device, networks in sorted(stored("exported").items()):
+    for device, networks in sorted(read_numbers("exported").items()):
         rows = [(name, way, found[way]) for name, found in networks.items()
                 for way in WAYS if way in found]  # fmt: skip
         multiples = sorted({key for _, _, row in rows for key in row["gain"]}, key=int)
-        heads = ["network", "batch", "way", "plain (ms)", *multiples, "GMAC/s", "outside products"]
+        heads = ["network", "batch", "mode", "plain (ms)", *multiples, "GMAC/s", "memory-bound"]
         lines += ["", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
         for name, way, row in rows:
             best = max(row["gain"], key=row["gain"].get)
@@ -113,8 +111,11 @@ def exported() -> list[str]:
                           f"{'; '.join(held)}.")  # fmt: skip
         blocked = [_blocked(name, row["why"]) for name, way, row in rows if way == "onnxruntime"]
         if blocked:
-            lines += ["", "ONNX Runtime has a faster layout for convolutions, which other widths "
-                      f"miss. Convolutions in it: {'; '.join(blocked)}."]  # fmt: skip
+            lines += [
+                "",
+                "ONNX Runtime has a faster layout for convolutions, which needs certain widths. "
+                f"Share of the convolutions that use it: {'; '.join(blocked)}.",
+            ]
     return lines
 
 
@@ -155,19 +156,19 @@ def latency() -> list[str]:
     lines = [
         "## Latency as a budget",
         "",
-        "The exported model's latency as a share of the original's, after a short training with "
-        "`latency=` on random images, 224 × 224; medians of runs in turns; with brackets, "
-        "the median of five such comparisons and their range "
-        "([latency.py](../benchmarks/latency.py)). Ready: seconds until the model of the time is "
-        "fitted. On the CPU with `MALLOC_TRIM_THRESHOLD_` and `MALLOC_MMAP_THRESHOLD_` of 4 GB. "
-        "All figures on this page were measured before channels closed one by one, which changed "
-        "some twenty small operations on the vector of all gates in a step.",
+        "Latency of the exported model as a share of the original's, after a short training with "
+        "`latency=` on random images of 224 × 224: the median of five comparisons of alternating "
+        "runs, with their range in brackets ([latency.py](../benchmarks/measure/latency.py)). "
+        "Setup: seconds until the latency model is fitted. CPU rows are with "
+        "`MALLOC_TRIM_THRESHOLD_` and `MALLOC_MMAP_THRESHOLD_` of 4 GB. All numbers on this page "
+        "were measured before channels closed one by one, a change that affects about twenty small "
+        "operations per step on the vector of all gates.",
         "",
-        "| network | batch | original (ms) | budget | measured | off by | MACs left | ready (s) | "
+        "| network | batch | original (ms) | budget | measured | error | MACs left | setup (s) | "
         "machine |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, row in stored("latency").items():
+    for name, row in read_numbers("latency").items():
         seen = row.get("shares", [])
         spread = f" ({min(seen):.3f}–{max(seen):.3f})" if seen else ""
         machine = f"{row['machine']}, {row['threads']} threads, torch {row['versions']['torch']}"
@@ -180,19 +181,19 @@ def latency() -> list[str]:
 
 
 def tracing() -> list[str]:
-    found = stored("tracing")
+    found = read_numbers("tracing")
     versions = found["versions"]
     lines = [
-        "## From a model to ready to prune",
+        "## Time of tracing",
         "",
-        "Seconds and GB (peak above the imports) until channels can be taken: `trace`, which cuts "
-        "trial copies too, beside Torch-Pruning's graph and pruner, and what happened when half of "
-        "them was taken. `Pruner` has put in gates as well and compared outputs in float64. "
-        f"Medians of {found['runs']} runs that alternate (`Pruner`: {found['fewer_runs']}), each "
-        "in a process of its own "
-        "([tracing.py](../benchmarks/tracing.py)).",
+        "Seconds and GB (peak above the imports) until a model can be pruned: `trace`, including "
+        "its trial cuts, compared with Torch-Pruning's graph and pruner. Half cut: whether "
+        "the model runs after half of the channels were removed. `Pruner` also inserts gates and "
+        f"compares outputs in float64. Medians of {found['runs']} alternating runs (`Pruner`: "
+        f"{found['fewer_runs']}), each in its own process "
+        "([tracing.py](../benchmarks/measure/tracing.py)).",
         "",
-        "| network | `trace` (s) | GB | half of it | Torch-Pruning (s) | GB | half of it | "
+        "| network | `trace` (s) | GB | half cut | Torch-Pruning (s) | GB | half cut | "
         "`Pruner` (s) |",
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -205,10 +206,10 @@ def tracing() -> list[str]:
     llama, export, theirs = found["llama"], found["export"], found["theirs_large"]
     lines += [
         "",
-        f"A Llama of {llama['parameters'] / 1e9:.1f} B parameters (ours: medians of "
-        f"{found['fewer_runs']} runs; Torch-Pruning: one run, as it needs the weights):",
+        f"A Llama of {llama['parameters'] / 1e9:.1f} B parameters (ours: median of "
+        f"{found['fewer_runs']} runs; Torch-Pruning, which needs the weights: one run):",
         "",
-        "| | ready (s) | GB | export in float32 (s) | GB |",
+        "| | ready to prune (s) | GB | export in float32 (s) | GB |",
         "|---|---|---|---|---|",
         f"| polarprune, traced on the meta device | **{llama['seconds']:.1f}** | "
         f"{llama['memory_gb']:.2f} | **{export['seconds']:.1f}** | {export['memory_gb']:.1f} |",
@@ -224,7 +225,7 @@ def tracing() -> list[str]:
     more = int(rows[-1]["model"]) / int(rows[0]["model"])
     lines += [
         "",
-        f"Transformers by their number of blocks: {', '.join(each)} (×{growth:.1f} for "
+        f"Transformers by number of blocks: {', '.join(each)} (×{growth:.1f} for "
         f"×{more:.0f} blocks).",
         "",
         f"{found['machine']}, {found['threads']} threads, torch {versions['torch']}, "
@@ -245,14 +246,14 @@ def proximal() -> list[str]:
     lines = [
         "## The proximal step",
         "",
-        "All gates of a model, as a `Pruner` steps them, by the number of groups they are in; "
-        "medians; bold: within the limit. Replayed: from a CUDA graph; else Python hands over the "
-        "groups one by one ([proximal.py](../benchmarks/proximal.py)).",
+        "Time of the proximal step on all gates of a model, by number of groups. Medians; bold: "
+        "within the limit. Replayed: from a CUDA graph; otherwise Python launches the groups "
+        "one by one ([proximal.py](../benchmarks/measure/proximal.py)).",
         "",
         "| gates | case | ms | limit (ms) | machine |",
         "|---|---|---|---|---|",
     ]
-    for row in stored("proximal").values():
+    for row in read_numbers("proximal").values():
         machine = f"{row['machine']}, {row['threads']} threads, torch {row['versions']['torch']}"
         cases = row["milliseconds"].items()
         for case, value in sorted(cases, key=lambda item: (int(item[0].split()[0]), item[0])):
@@ -262,24 +263,27 @@ def proximal() -> list[str]:
     return lines
 
 
+TRAININGS = {"plain": "plain", "gated": "gated", "taught": "gated, with a teacher"}
+
+
 def epochs() -> list[str]:
     lines = [
-        "## Epochs of CIFAR-10",
+        "## Time of a CIFAR-10 epoch",
         "",
-        "50,000 random images of 32 × 32 on the device, crops and flips drawn there, the whole "
-        "step captured in a CUDA graph, as `polarprune train` does it; seconds are medians. "
-        "Taught: gated, and with a teacher; at once: processes that share the GPU, seconds of "
-        "each and divided by their number ([epochs.py](../benchmarks/epochs.py)).",
+        "50,000 random images of 32 × 32 on the device, with crops and flips, and the whole step "
+        "captured in a CUDA graph, as in `polarprune train`. Medians. Processes: number of "
+        "trainings that share the GPU; per training: seconds divided by this number "
+        "([epochs.py](../benchmarks/measure/epochs.py)).",
         "",
-        "| network | training | compiled | batch | at once | epoch (s) | divided | "
+        "| network | training | compiled | batch | processes | epoch (s) | per training (s) | "
         "200 epochs (min) | machine |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in stored("epochs").values():
+    for row in read_numbers("epochs").values():
         minutes = 200 * row["seconds"] / 60
         lines.append(
-            f"| {row['network']} | {row['kind']} | {'yes' if row['compiled'] else 'no'} | "
-            f"{row['batch']} | {row['together']} | **{row['seconds']:.2f}** | "
+            f"| {row['network']} | {TRAININGS[row['kind']]} | "
+            f"{'yes' if row['compiled'] else 'no'} | {row['batch']} | {row['together']} | **{row['seconds']:.2f}** | "
             f"{row['seconds_for_each']:.2f} | {minutes:.1f} | {row['machine']}, torch "
             f"{row['versions']['torch']} |"
         )
@@ -288,17 +292,17 @@ def epochs() -> list[str]:
 
 def throughput() -> list[str]:
     lines = [
-        "## Images a second",
+        "## Training images per second",
         "",
-        "Training on pictures that are made up and lie on the device, step by step, as `polarprune "
-        "train` does it on ImageNet; what a loader can deliver is not measured. The ratio is that "
-        "of the times, with its range over turns that alternate "
-        "([throughput.py](../benchmarks/throughput.py)).",
+        "Training on random images on the device, step by step, as in `polarprune train` on "
+        "ImageNet; the speed of a loader is not measured. Time gated / plain: median over "
+        "alternating runs, with their range "
+        "([throughput.py](../benchmarks/measure/throughput.py)).",
         "",
-        "| network | batch | side | compiled | plain | gated | gated / plain | machine |",
+        "| network | batch | side | compiled | plain | gated | time gated / plain | machine |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for name, row in stored("throughput").items():
+    for name, row in read_numbers("throughput").items():
         plain, gated = (row["images_a_second"][kind] for kind in ("plain", "gated"))
         low, high = row["ratios"]
         lines.append(
@@ -313,9 +317,20 @@ def throughput() -> list[str]:
 PARTS = (overhead, shrinking, exported, latency, tracing, proximal, epochs, throughput)
 
 
-if __name__ == "__main__":
-    head = ["# Performance", "", "Measured side by side in one run. Generated by "
-            "`benchmarks/performance.py` from the stored results.", ""]  # fmt: skip
-    parts = [part() for part in PARTS if (HERE / f"{part.__name__}.json").exists()]
+def page() -> str:
+    """Return docs/performance.md."""
+    parts = [part() for part in PARTS if read_numbers(part.__name__)]
+    head = [
+        "# Performance",
+        "",
+        "The numbers that a row compares were measured in one run. This page is generated by "
+        "[pages/performance.py](../benchmarks/pages/performance.py) from "
+        "[stored numbers](../benchmarks/numbers).",
+        "",
+    ]
     lines = [line for part in parts for line in (*part, "")]
-    PAGE.write_text("\n".join([*head, *lines[:-1]]) + "\n", encoding="utf-8")
+    return "\n".join([*head, *lines[:-1]]) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

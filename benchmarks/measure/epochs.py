@@ -1,34 +1,33 @@
 """How long an epoch of CIFAR-10 takes on a GPU.
 
-Seconds of an epoch as `polarprune train` makes it (crops and flips drawn on the device, the whole
-step captured in a CUDA graph), on 50,000 random images: the plain network, the one that is pruned,
-and that with a teacher; with and without torch.compile; and several trainings at once, each in a
-process of its own (NVIDIA's multi-process service should let kernels of several share the GPU).
-The first epoch, in which code is compiled and captured, does not count. Merged into epochs.json
-beside this file:
+Seconds of an epoch of `polarprune train` (crops and flips on the device, the whole step captured in
+a CUDA graph), on 50,000 random images: plain, gated, and gated with a teacher; with and without
+torch.compile; and several trainings at once, each in its own process (NVIDIA's multi-process
+service should let their kernels share the GPU).
+The first epoch, in which code is compiled and captured, does not count. Stored in
+numbers/epochs.json:
 
-    python benchmarks/epochs.py resnet56 --kind plain
-    python benchmarks/epochs.py resnet56 --kind taught --compiled --together 4
+    python -m benchmarks.measure.epochs resnet56 --kind plain
+    python -m benchmarks.measure.epochs resnet56 --kind taught --compiled --together 4
 """
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import torch
 
+from benchmarks.store import read_numbers, write_numbers
 from polarprune import Pruner
 from polarprune.cost.timing import environment
-from polarprune.experiments.data import Batches, Images, normalised
-from polarprune.experiments.networks import NETWORKS
-from polarprune.experiments.recipes import recipe
-from polarprune.experiments.training import Trainer
+from polarprune.experiments.data.cifar10 import Batches, Images, normalised
+from polarprune.experiments.networks.table import NETWORKS
+from polarprune.experiments.presets import preset
+from polarprune.experiments.runs.trainer import Trainer
 
-STORE = Path(__file__).with_suffix(".json")
+NAME = "epochs"
 KINDS = ("plain", "gated", "taught")
 EPOCHS = 200  # of a run, for its schedule
 
@@ -46,7 +45,7 @@ def seconds(given: argparse.Namespace) -> float:
         for _ in range(2)
     )
     batches = Batches(images, given.batch)
-    wanted = recipe(network, batch=given.batch, compiled=given.compiled)
+    wanted = preset(network, batch=given.batch, compiled=given.compiled)
     pruner = None
     if given.kind != "plain":
         steps = EPOCHS * batches.per_epoch
@@ -78,7 +77,7 @@ def main() -> None:
     if given.here:
         print(seconds(given))
         return
-    own = [sys.executable, __file__, *sys.argv[1:], "--here"]
+    own = [sys.executable, "-m", "benchmarks.measure.epochs", *sys.argv[1:], "--here"]
     started = [
         subprocess.Popen(own, stdout=subprocess.PIPE, text=True) for _ in range(given.together)
     ]
@@ -91,9 +90,9 @@ def main() -> None:
     }
     way = "compiled" if given.compiled else "captured"
     name = f"{given.network}, {given.kind}, {way}, batch {given.batch}, {given.together} at once"
-    store = json.loads(STORE.read_text()) if STORE.exists() else {}
+    store = read_numbers(NAME)
     store[name] = row
-    STORE.write_text(json.dumps(store, indent=1, sort_keys=True) + "\n")
+    write_numbers(NAME, store)
     print(name, row["seconds"], row["seconds_for_each"])
 
 

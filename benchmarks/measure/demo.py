@@ -1,19 +1,17 @@
 """Claim: half of the MACs, set in advance and met, and removal changes no prediction.
 
-Three seeds of the demonstration; writes demo.json (the result with hardware, versions and number of
-runs) beside this file, and the table in README.md:
+Three seeds of the demonstration; writes numbers/demo.json (the result with hardware, versions and
+number of runs) and the table in README.md:
 
-    .venv/bin/python benchmarks/demo.py
+    python -m benchmarks.measure.demo
 """
 
-import json
 import statistics
-from pathlib import Path
 
+from benchmarks.store import ROOT, write_numbers
 from polarprune.cli.demo import Demo, Settings
 from polarprune.cost.timing import environment
 
-HERE = Path(__file__).parent
 SEEDS = (0, 1, 2)
 MARKS = ("<!-- demo table -->", "<!-- end of demo table -->")
 
@@ -59,13 +57,13 @@ def table(result: dict) -> str:
         f"relative difference of outputs {worst:.1e}; a batch of {runs[0]['latency_ms']['batch']} "
         f"runs {spread(gain, '.2f')} times as fast. Mean ± standard deviation of {len(runs)} runs, "
         f"{result['machine']}, torch {result['versions']['torch']}, by "
-        f"[benchmarks/demo.py](benchmarks/demo.py).",
+        f"[benchmarks/measure/demo.py](benchmarks/measure/demo.py).",
     ]
     return "\n".join(lines)
 
 
 def write_readme(text: str) -> None:
-    readme = HERE.parent / "README.md"
+    readme = ROOT / "README.md"
     before, rest = readme.read_text(encoding="utf-8").split(MARKS[0])
     after = rest.split(MARKS[1])[1]
     readme.write_text(f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{after}", encoding="utf-8")
@@ -73,5 +71,5 @@ def write_readme(text: str) -> None:
 
 if __name__ == "__main__":
     result = measure()
-    (HERE / "demo.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_numbers("demo", result, sort_keys=False)
     write_readme(table(result))

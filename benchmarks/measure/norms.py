@@ -2,27 +2,26 @@
 
 Side by side, with `norms=False` and `norms=True`: the time of a training step of a vision
 transformer (192 wide, 6 blocks, 64 tokens), and the accuracy of a small one on handwritten digits
-at equal MACs and equal epochs, three seeds, the last epoch counts. Writes norms.json (the result
-with hardware, versions and number of runs) beside this file:
+at equal MACs and equal epochs, three seeds, the last epoch counts. Writes numbers/norms.json
+(the result with hardware, versions and number of runs):
 
-    .venv/bin/python benchmarks/norms.py
+    python -m benchmarks.measure.norms
 """
 
 import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import polarprune as pp
+from benchmarks.store import write_numbers
 from polarprune.cli.demo import Digits, accuracy, load_digits, predict
 from polarprune.cost.timing import environment
 
-HERE = Path(__file__).parent
 SEEDS = (0, 1, 2)
 BUDGETS = (0.5, 0.35)
 EPOCHS = (10, 30)  # a short training and a long one
@@ -187,4 +186,4 @@ if __name__ == "__main__":
         "digits": summary(runs),
         "runs": runs,
     }
-    (HERE / "norms.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_numbers("norms", result, sort_keys=False)

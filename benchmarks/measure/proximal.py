@@ -6,28 +6,27 @@ it takes less than 1 ms in 100 groups, and more in more: Python hands over the g
 The step as `Pruner` takes it (`Stepper`: threshold, floor, ε, written back to every group's α), in
 100 to 1,600 groups: the more, the slower, and 1,600 are above the limit. Half of the gates are
 pulled at. On a GPU also replayed from a CUDA graph; every time is waited for. Turns of all cases
-alternate; medians. Writes proximal.json beside this file, a part for each device:
+alternate; medians. Writes numbers/proximal.json, one part for each device:
 
-    python benchmarks/proximal.py          # what this machine has
-    python benchmarks/proximal.py cuda     # one device
+    python -m benchmarks.measure.proximal          # all devices of this machine
+    python -m benchmarks.measure.proximal cuda     # one device
 """
 
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.store import read_numbers, write_numbers
 from polarprune import Gate, Schedule
 from polarprune.cost.timing import environment
-from polarprune.experiments.training import Captured
+from polarprune.experiments.runs.cuda_graph import CapturedStep
 from polarprune.training.stepper import Stepper
 
-STORE = Path(__file__).with_suffix(".json")
+NAME = "proximal"
 CHANNELS = 100_000
 GROUPS = (100, 400, 1000, 1600)
 LIMITS = {"cpu": 5.0, "cuda": 1.0}  # milliseconds
@@ -65,7 +64,7 @@ def measure(device: str) -> dict[str, Any]:
     for groups in GROUPS:
         steps[f"{groups} groups"] = stepper(groups, device)
         if device == "cuda":
-            steps[f"{groups} groups, replayed"] = Captured(stepper(groups, device), True)
+            steps[f"{groups} groups, replayed"] = CapturedStep(stepper(groups, device), True)
     for step in steps.values():
         turn(step, device)
     times: dict[str, list[float]] = {name: [] for name in steps}
@@ -84,9 +83,9 @@ def measure(device: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    store = json.loads(STORE.read_text()) if STORE.exists() else {}
+    store = read_numbers(NAME)
     for device in sys.argv[1:] or LIMITS:
         if device == "cpu" or torch.cuda.is_available():
             store[device] = measure(device)
             print(device, store[device]["milliseconds"], flush=True)
-            STORE.write_text(json.dumps(store, indent=1, sort_keys=True) + "\n")
+            write_numbers(NAME, store)

@@ -1,4 +1,4 @@
-"""When numbers differ by more than chance: the rules that all tables and sentences use."""
+"""When numbers differ by more than chance: the rules that all tables and captions use."""
 
 import statistics
 from collections.abc import Sequence
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 SIGMAS = 2.0
 
 
-def far(seeds: Sequence[float]) -> float:
-    """The least difference that tells two single runs apart: 2 √2 standard deviations.
+def smallest_difference(seeds: Sequence[float]) -> float:
+    """Return the smallest difference that tells two single runs apart: 2 √2 standard deviations.
 
     Args:
-        seeds: results of runs that differ in nothing but the seed, at least two.
+        seeds: Results of at least two runs that differ only in the seed.
 
     Returns:
         Two standard deviations of the difference of two such runs.
@@ -19,11 +19,11 @@ def far(seeds: Sequence[float]) -> float:
 
 
 def is_sudden(changes: Sequence[float], here: slice) -> bool:
-    """Is one of the changes in a part of a run larger than those in the rest of it?
+    """Return whether a part of a run has a larger change than the rest of it.
 
     Args:
-        changes: from each epoch to the next.
-        here: the part, as a slice of `changes`.
+        changes: Changes from each epoch to the next.
+        here: The part, as a slice of `changes`.
 
     Returns:
         True if the largest change in the part is more than two standard deviations above the mean

@@ -4,13 +4,12 @@ The plain model and exported ones at macs=0.5, with widths on several grids (`mu
 turn at 224 x 224 in eval mode, in every way a user would run them; batch norms are not folded by
 hand. Outputs of all ways are compared with the eager ones first. Ratios are of medians.
 
-Which channels go was not learned: weights are random, and the plans are those of
-`controls.plan_by_score` by magnitude, the same share of every group. A training chooses other
-widths for the same MACs.
+The channels are not learned: weights are random, and `plan_by_score` keeps the same share of every
+group by magnitude. A training chooses other widths for the same MACs.
 
-It holds for ResNet-50, VGG-16, ViT-B/16 and MobileNetV2 in every way. MobileNetV2 needs glibc to
-keep memory for that, by the variables below: else it fetches pages anew in every layer, or not, and
-swings from 1.7 to 2.2 with the process.
+It holds for ResNet-50, VGG-16, ViT-B/16 and MobileNetV2 in every way. For MobileNetV2, glibc must
+keep memory, which the variables below ensure. Otherwise it may request pages again in every layer,
+and the ratio varies from 1.7 to 2.2 between processes.
 
 Why a gain is what it is: under `why` the shares of the time of eager runs, by the profiler of
 torch, in products (convolutions, linear layers, attention), in depthwise convolutions, and in all
@@ -18,13 +17,13 @@ that moves memory only (norms, activations, sums, pools). The first halve with t
 go down with the widths, to about 0.7. GMAC/s say how well a machine is used.
 
 On the GPU all is bfloat16 and channels-last; `captured` is a CUDA graph of the eager model, and
-`compiled` one of the compiled model, so that neither waits for Python. Merged into exported.json
-beside this file, after each network and way; a row that is there is repeated, not replaced:
+`compiled` one of the compiled model, so that neither waits for Python. Stored in
+numbers/exported.json after each network and way; an existing row gets another repetition:
 
     export MALLOC_TRIM_THRESHOLD_=4000000000 MALLOC_MMAP_THRESHOLD_=4000000000
-    OMP_NUM_THREADS=1 python benchmarks/exported.py                   # all networks, on the CPU
-    OMP_NUM_THREADS=1 python benchmarks/exported.py vgg16 --way eager
-    python benchmarks/exported.py --cuda
+    OMP_NUM_THREADS=1 python -m benchmarks.measure.exported  # all networks, on the CPU
+    OMP_NUM_THREADS=1 python -m benchmarks.measure.exported vgg16 --way eager
+    python -m benchmarks.measure.exported --cuda
 """
 
 import argparse
@@ -46,13 +45,14 @@ import torch
 from torch import Tensor, nn
 
 import polarprune as pp
-from overhead import vision
+from benchmarks.measure.overhead import vision
+from benchmarks.store import read_numbers, write_numbers
 from polarprune.channels.graph import Graph
 from polarprune.cost.other_scores import magnitude_scores, plan_by_score
 from polarprune.cost.timing import environment, side_by_side
 from polarprune.surgery.proof import count_macs
 
-STORE = Path(__file__).with_suffix(".json")
+NAME = "exported"
 NETWORKS = ("resnet50", "vit_b_16", "mobilenet_v2", "vgg16")
 BATCH = {"cpu": 8, "cuda": 128}
 MULTIPLES = {"cpu": (1, 8, 16, 32), "cuda": (1, 8, 16, 32, 64)}
@@ -287,10 +287,10 @@ def main() -> None:
             if (name, way) == ("vit_b_16", "channels_last"):
                 continue  # it has one convolution
             row = measure(name, device, way)
-            store = json.loads(STORE.read_text()) if STORE.exists() else {}
+            store = read_numbers(NAME)
             found = store.setdefault(device, {}).setdefault(name, {})
             found[way] = together(row, found.get(way, {}))
-            STORE.write_text(json.dumps(store, indent=1, sort_keys=True) + "\n")
+            write_numbers(NAME, store)
             plain = row["milliseconds"]["plain"]
             print(device, name, way, plain, row["gain"], row["gain_of_fastest"], row.get("why", ""))
             print(f"  prepared in {row['seconds_to_prepare']} s", flush=True)

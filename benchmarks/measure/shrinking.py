@@ -1,29 +1,28 @@
 """Claim: with `compact="auto"`, a training that prunes takes less time than one that does not.
 
-Two trainings of the same length take steps in turn, on random images: the plain model, and the
-same with a Pruner to half of the MACs that takes out closed channels as it goes. Every second
-between the first step and the last counts: the proximal step, the budget, the proof before each
-compact(), kernels chosen anew. On the GPU the model is compiled and the whole step is captured in a
-CUDA graph, both anew after each compact(), which takes as long as a thousand steps: the run is too
-short to be typical. So shapes change when they would in a long one, and the ratio is worked out for
-90 epochs of ImageNet: as many steps as measured in between, and once what came beside them (looks
-at the budget, proofs, compiling, capturing; `beside`, in seconds: 26 with torch's cache of compiled
-code; a run before it, without, took 169, which is under 1 % of 90 epochs). Plain steps are all
-alike: on the GPU one is taken for every five of the others.
+Two trainings of the same length take steps in turn, on random images: the plain model, and the same
+with a Pruner to half of the MACs that takes out closed channels as it goes. Every second between
+the first step and the last counts: the proximal step, the budget, the proof before each compact(),
+the choice of new kernels. On the GPU the model is compiled and the whole step is captured in a CUDA
+graph, again after each compact(), which takes as long as a thousand steps. So the run is too short
+to be typical. Shapes change when they would in a long run, and the ratio is extrapolated to 90
+epochs of ImageNet: the measured steps in between, and once the time outside of steps (controller,
+proofs, compiling, capturing; `beside`: 26 seconds with torch's cache of compiled code, 169 in an
+earlier run without it, which is under 1 % of 90 epochs). Plain steps take the same time: on the
+GPU, one is taken for every five of the others.
 
-Random images have nothing to say about which channels matter. When the stored rows were measured,
-the dearest ones went first then: the first two stages, where most of the time is spent. Now all
-groups are thinned evenly; the rows are to be measured again. What half of the MACs saves
-where every layer loses the same share is in exported.json. Writes shrinking.json beside this file:
+Random images do not tell which channels matter. When the stored rows were measured, the most
+expensive ones closed first in this case: those of the first two stages, where most of the time is
+spent. The current version closes channels evenly in all groups; the rows have not been measured
+again. exported.json has the gain if every layer loses the same share. Writes
+numbers/shrinking.json:
 
-    python benchmarks/shrinking.py           # what this machine has
-    python benchmarks/shrinking.py resnet18
+    python -m benchmarks.measure.shrinking           # all cases for this machine
+    python -m benchmarks.measure.shrinking resnet18
 """
 
-import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,11 +30,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import polarprune as pp
-from overhead import vision
+from benchmarks.measure.overhead import vision
+from benchmarks.store import read_numbers, write_numbers
 from polarprune.cost.timing import environment, wait
-from polarprune.experiments.training import Captured
+from polarprune.experiments.runs.cuda_graph import CapturedStep
 
-STORE = Path(__file__).with_suffix(".json")
+NAME = "shrinking"
 CASES: dict[str, dict[str, Any]] = {
     "resnet18": {"shape": (16, 3, 128, 128), "device": "cpu", "steps": 100, "every": 1},
     "resnet50": {"shape": (256, 3, 224, 224), "device": "cuda", "steps": 300, "every": 5,
@@ -75,7 +75,7 @@ class Training:
         if self.device == "cuda":
             torch._dynamo.config.recompile_limit = 64
             self.run = torch.compile(self.model, fullgraph=True)
-        self.captured = Captured(self.forward_and_back, self.device == "cuda")
+        self.captured = CapturedStep(self.forward_and_back, self.device == "cuda")
         self.compactions = 0
         self.seconds: list[float] = []  # of every step, with all that came with it
         self.steady: list[float] = []  # of those that were nothing but a step
@@ -146,10 +146,10 @@ def measure(name: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    store = json.loads(STORE.read_text()) if STORE.exists() else {}
+    store = read_numbers(NAME)
     for name in sys.argv[1:] or CASES:
         if CASES[name]["device"] == "cpu" or torch.cuda.is_available():
             store[name] = measure(name)
             shown = ("ratio", "ratio_of_90_epochs", "ratio_by_tenths", "beside")
             print(name, *(store[name][key] for key in shown), flush=True)
-            STORE.write_text(json.dumps(store, indent=1, sort_keys=True) + "\n")
+            write_numbers(NAME, store)

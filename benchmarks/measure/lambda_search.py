@@ -7,23 +7,23 @@ from typing import Any
 
 
 def lambda_for(share: float, cards: Iterable[dict[str, Any]], epochs: int) -> float:
-    """The λ that should leave a share of the MACs.
+    """Estimate the λ that leaves a share of the MACs in a long run.
 
-    The way that unopposed gates go is λ times the sum of the learning rates, which grows with the
-    epochs. So λ of a short run counts as λ · (its epochs) / `epochs`. Between two runs log λ is
-    linear in the share that is left; outside, the nearest run's λ is taken. It is a first guess:
-    what a long run leaves is in its card.
+    Without a gradient, a gate moves by λ times the sum of the learning rates, which grows with the
+    epochs. So λ of a short run counts as λ · (its epochs) / `epochs`. Between two runs, log λ is
+    interpolated linearly in the remaining share; outside, the λ of the nearest run is used. This is
+    a first estimate; the card of the long run has the share that it leaves.
 
     Args:
-        share: of the MACs, that is to be left.
-        cards: of runs with a fixed λ that differ in nothing else.
-        epochs: of the long run.
+        share: The share of the MACs to leave.
+        cards: Cards of runs that differ only in their fixed λ.
+        epochs: Length of the long run.
 
     Returns:
         λ for the long run.
 
     Raises:
-        ValueError: there are no cards.
+        ValueError: There are no cards.
     """
     known = sorted(
         (card["macs_share"], math.log(card["budget"]["lam"] * card["recipe"]["epochs"] / epochs))

@@ -7,9 +7,9 @@ the meta device, and its export with real weights in float32; theirs has no meta
 `Pruner` takes, with gates and the comparison in float64, is beside it. Transformers of 12 to 96
 blocks. Every run is a process of its own, the two libraries in turn; medians; memory is the peak
 above what the process had after its imports; seconds of the CPU are there too, as a machine may
-have other work. Writes tracing.json beside this file:
+have other work. Writes numbers/tracing.json:
 
-    python benchmarks/tracing.py
+    python -m benchmarks.measure.tracing
 """
 
 import importlib.metadata
@@ -22,7 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+from benchmarks.store import write_numbers
+
 MODELS = ("resnet50", "densenet121", "vit_b_16")
 BLOCKS = (12, 24, 48, 96)
 RUNS = 5  # of the vision models
@@ -58,7 +59,7 @@ def measured(work: Callable[[], Any]) -> tuple[Any, dict]:
 def vision(name: str) -> tuple[Any, Any]:
     import torch
 
-    from coverage_models import import_torchvision
+    from benchmarks.measure.import_torchvision import import_torchvision
 
     models = import_torchvision().models
     begin()
@@ -70,7 +71,7 @@ def llama() -> tuple[Any, Any]:
     """The shape of Llama 3.2 1B, with attention in plain code, on the meta device."""
     import torch
 
-    from coverage_models import import_torchvision
+    from benchmarks.measure.import_torchvision import import_torchvision
 
     import_torchvision()  # which transformers imports
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -196,7 +197,7 @@ def deep(blocks: str) -> dict:
     import torch
 
     import polarprune as pp
-    from norms import ViT
+    from benchmarks.measure.norms import ViT
 
     begin()
     model, x = ViT(3, 32, 4, 192, int(blocks), 3), torch.randn(1, 3, 32, 32)
@@ -215,7 +216,7 @@ CASES = {
 def alone(case: str, name: str) -> dict:
     if case.startswith("theirs") and version("torch-pruning") is None:
         return {"missing": "torch-pruning is not installed"}
-    command = [sys.executable, "-W", "ignore", __file__, case, name]
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.measure.tracing", case, name]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
@@ -270,7 +271,7 @@ def main() -> None:
     packages = ("torchvision", "transformers", "torch-pruning")
     result["versions"].update({name: version(name) for name in packages})
     result["limits"] = LIMITS
-    (HERE / "tracing.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_numbers("tracing", result, sort_keys=False)
 
 
 if __name__ == "__main__":

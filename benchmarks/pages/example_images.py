@@ -1,11 +1,11 @@
-"""Pictures of what pruned networks do: masks of DeepLabV3+, and photos painted in a style.
+"""Draws what pruned networks predict: masks of DeepLabV3+ and photos in a style.
 
-Photos of Pascal VOC are not ours to pass on: in the picture that is kept stand masks only (with
---photos the photos stand beside them). The painted photos are those that come with scikit-learn.
+Photos of Pascal VOC may not be redistributed, so the stored figure has masks only; --photos adds
+the photos. The stylised photos are those that come with scikit-learn.
 
-    python benchmarks/pictures.py style-data --photos DIR --features FILE --scaled --out DIR
-    python benchmarks/pictures.py masks --data voc:DIR --runs runs/experiments
-    python benchmarks/pictures.py paintings --data style:DIR --runs runs/experiments
+    python -m benchmarks.pages.example_images style-data --photos DIR --features FILE --out DIR
+    python -m benchmarks.pages.example_images masks --data voc:DIR --runs runs/experiments
+    python -m benchmarks.pages.example_images paintings --data style:DIR --runs runs/experiments
 """
 
 import argparse
@@ -21,21 +21,22 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from experiments import VOC
-from polarprune.experiments.kinds import open_data
-from polarprune.experiments.networks import NETWORKS
-from polarprune.experiments.run import rebuilt
-from polarprune.experiments.style import Features, square
-from polarprune.experiments.task import evaluating
-from polarprune.experiments.voc import CLASSES, Voc
+from benchmarks.measure.experiments import VOC
+from benchmarks.store import FIGURES, ROOT
+from polarprune.experiments.data.style import Features, as_input, read_square
+from polarprune.experiments.data.table import open_data
+from polarprune.experiments.data.task import evaluating
+from polarprune.experiments.data.voc import CLASSES, Voc
+from polarprune.experiments.networks.table import NETWORKS
+from polarprune.experiments.runs.pruned_file import rebuild
 
-OUT = Path(__file__).parent.parent / "docs" / "figures"
-HELD = 20  # photos that are not learned from
-SIZE = 0.12  # of features, on average: with more, the style eats the content
+OUT = FIGURES
+TEST_PHOTOS = 20  # photos that are not trained on
+FEATURE_MEAN = 0.12  # of scaled features: with more, the style hides the content
 
 
 def palette(count: int) -> Any:
-    """VOC's own colours: bits of the number of a class, highest first, to red, green and blue."""
+    """Return VOC's colours: the bits of a class number, spread over red, green and blue."""
     colours = numpy.zeros((count, 3), numpy.uint8)
     for k in range(count):
         for bit in range(8):
@@ -45,13 +46,13 @@ def palette(count: int) -> Any:
 
 
 def coloured(mask: Tensor) -> Any:
-    """A mask (class + 1, 0 is void) as a picture."""
+    """Return a mask (class + 1, 0 is void) as an image."""
     colours = numpy.concatenate([[[255, 255, 255]], palette(len(CLASSES))])
     return colours[mask.cpu().numpy()].astype(numpy.uint8)
 
 
 def sheet(columns: dict[str, Sequence[Any]], path: Path, height: float = 1.7) -> None:
-    """Pictures side by side, a column for each name, as wide as its first picture asks for."""
+    """Draw images side by side, one column for each name, as wide as its first image."""
     rows = max(len(pictures) for pictures in columns.values())
     wide = [height * first.shape[1] / first.shape[0] for first, *_ in columns.values()]
     size = (sum(wide) + 0.1 * len(wide), rows * (height + 0.05) + 0.3)
@@ -74,9 +75,9 @@ def masks(given: argparse.Namespace) -> None:
     task = open_data(given.data)
     assert isinstance(task, Voc)
     task = Voc(task.train, task.test.pick(torch.tensor(chosen(task, given.rows)))).to(given.device)
-    models = {"whole": whole("deeplabv3plus", given.runs / f"voc-{VOC[0]}")}
+    models = {"baseline": baseline("deeplabv3plus", given.runs / f"voc-{VOC[0]}")}
     for percent in VOC:
-        models[f"{percent} %"], _ = rebuilt(given.runs / f"voc-{percent}" / "small.safetensors")
+        models[f"{percent} %"], _ = rebuild(given.runs / f"voc-{percent}" / "small.safetensors")
     sizes = task.test.sizes.tolist()
     columns: dict[str, list[Any]] = {}
     if given.photos:
@@ -92,7 +93,7 @@ def masks(given: argparse.Namespace) -> None:
 
 
 def chosen(task: Voc, rows: int) -> list[int]:
-    """Photos with one animal each that is large, of as many kinds as there are rows."""
+    """Return the indices of photos with one large animal each, one for every class."""
     found: dict[int, int] = {}
     for k, mask in enumerate(task.test.masks):
         counts = torch.bincount(mask.flatten().long(), minlength=len(CLASSES) + 1)[2:]
@@ -103,7 +104,8 @@ def chosen(task: Voc, rows: int) -> list[int]:
     return list(found.values())[:rows]
 
 
-def whole(network: str, run: Path) -> nn.Module:
+def baseline(network: str, run: Path) -> nn.Module:
+    """Return the baseline of a run."""
     model = NETWORKS[network]()
     model.load_state_dict(load_file(str(run / "baseline.safetensors")))
     return model
@@ -116,9 +118,9 @@ def paintings(given: argparse.Namespace) -> None:
     from sklearn.datasets import load_sample_images
 
     folder = Path(given.data.partition(":")[2])
-    small, card = rebuilt(given.runs / "style-48" / "small.safetensors")
+    small, card = rebuild(given.runs / "style-48" / "small.safetensors")
     models = {
-        "whole network": whole("stylenet", given.runs / "style-48"),
+        "baseline": baseline("stylenet", given.runs / "style-48"),
         f"{card['macs_share']:.1%} of its MACs": small,
     }
     photos = [image[:424, :640] for image in load_sample_images().images]
@@ -138,26 +140,29 @@ def painted(model: nn.Module, photo: Any) -> Any:
 
 
 def style_data(given: argparse.Namespace) -> None:
-    """A folder for `style:DIR`: photos, a style that is drawn here, and features."""
+    """Make a folder for `style:DIR`: photos, a drawn style, and features."""
     found = sorted(Path(given.photos).rglob("*.jpg"))
-    for part, files in (("val", found[:HELD]), ("train", found[HELD:])):
+    for part, files in (("val", found[:TEST_PHOTOS]), ("train", found[TEST_PHOTOS:])):
         (given.out / part).mkdir(parents=True, exist_ok=True)
         for file in files:
             shutil.copy(file, given.out / part / file.name)
     Image.fromarray(stained_glass()).save(given.out / "style.jpg", quality=95)
     features = Features(load_file(given.features))  # no more than is looked at
     if given.scaled:
-        some = [square(file) for file in found[:HELD]]
-        scale(features, torch.stack(some).permute(0, 3, 1, 2).float())
+        some = [read_square(file) for file in found[:TEST_PHOTOS]]
+        scale(features, as_input(torch.stack(some)))
     save_file(features.state_dict(), str(given.out / "features.safetensors"))
 
 
 def scale(features: Features, photos: Tensor) -> None:
-    """Answers of every level become SIZE on average and mean the same as before: the weights of the
-    two losses are for features of a VGG-16 trained on ImageNet, and others have other sizes."""
+    """Scale the features of every level to a mean of FEATURE_MEAN.
+
+    The weights of the two losses are meant for a VGG-16 trained on ImageNet, and the features of
+    other networks have other sizes.
+    """
     with torch.no_grad():
         for level, end in enumerate(features.ends):
-            size = features(photos)[level].mean() / SIZE
+            size = features(photos)[level].mean() / FEATURE_MEAN
             last: Any = features.features[end - 2]  # before the ReLU
             last.weight /= size
             last.bias /= size
@@ -167,7 +172,7 @@ def scale(features: Features, photos: Tensor) -> None:
 
 
 def stained_glass(side: int = 512, panes: int = 160, seed: int = 0) -> Any:
-    """Panes in five colours, brighter in the middle, with lead between them."""
+    """Return an image of glass panes in five colours, brighter at the centre, with lead between."""
     generator = numpy.random.default_rng(seed)
     centres = generator.uniform(0, side, (panes, 2))
     colours = numpy.array(
@@ -186,7 +191,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("what", choices=("masks", "paintings", "style-data"))
     parser.add_argument("--data", help="voc:DIR or style:DIR")
-    parser.add_argument("--runs", type=Path, default=OUT.parent.parent / "runs" / "experiments")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "experiments")
     parser.add_argument("--photos", nargs="?", const=True, help="of style-data: their folder")
     parser.add_argument("--features", help="weights of a VGG-16")
     parser.add_argument("--scaled", action="store_true", help="features that are not ImageNet's")

@@ -2,31 +2,30 @@
 
 A short training on random images with `latency=0.6`; then the exported model beside the original,
 timed again in turns (`polarprune.cost.timing`), five times. MACs are shown beside:
-latency does not follow them. On a CPU, glibc gives memory back between layers and fetches it anew,
-or not, as it happens, and networks that wait for memory swing with it (MobileNetV2 by half). The
-variables below stop it, and are stored with the result. Writes latency.json beside this file:
+latency does not follow them. On a CPU, glibc may return memory between layers and request it again,
+which changes the time of memory-bound networks from run to run (MobileNetV2 by half). The variables
+below prevent this, and are stored with the result. Writes numbers/latency.json:
 
     export MALLOC_TRIM_THRESHOLD_=4000000000 MALLOC_MMAP_THRESHOLD_=4000000000 OMP_NUM_THREADS=1
-    python benchmarks/latency.py             # what this machine has
-    python benchmarks/latency.py resnet50
+    python -m benchmarks.measure.latency             # all cases for this machine
+    python -m benchmarks.measure.latency resnet50
 """
 
-import json
 import os
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 import polarprune as pp
-from overhead import vision
+from benchmarks.measure.overhead import vision
+from benchmarks.store import read_numbers, write_numbers
 from polarprune.cost.timing import environment, side_by_side
 
-STORE = Path(__file__).with_suffix(".json")
+NAME = "latency"
 STEPS, RUNS, REPEATS = 60, 40, 5
 CASES: dict[str, dict[str, Any]] = {
     "resnet18": {"batch": 4, "device": "cpu", "latency": 0.6},
@@ -84,9 +83,9 @@ def measure(name: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    store = json.loads(STORE.read_text()) if STORE.exists() else {}
+    store = read_numbers(NAME)
     for name in sys.argv[1:] or CASES:
         if CASES[name]["device"] == "cpu" or torch.cuda.is_available():
             store[name] = measure(name)
             print(name, *(store[name].get(key) for key in ("share", "macs", "refused")), flush=True)
-            STORE.write_text(json.dumps(store, indent=1, sort_keys=True) + "\n")
+            write_numbers(NAME, store)

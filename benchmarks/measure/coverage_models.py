@@ -13,6 +13,9 @@ from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
+from benchmarks.measure.import_torchvision import import_torchvision
+from benchmarks.measure.recurrent_models import recurrent
+
 Made = tuple[Any, Any]
 
 # torchvision: pixels where 64 is too few, and what its builders take to work on small images.
@@ -211,73 +214,6 @@ def convolved(model: Any, example: Any) -> float:
     return sum(op.macs for op in convolutions) / sum(op.macs for op in ops)
 
 
-def import_torchvision() -> Any:
-    """Where its compiled part does not load, its operators are replaced by plain ones."""
-    try:
-        import torchvision
-    except (RuntimeError, ImportError, OSError):
-        import torch
-
-        library = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        library.define(
-            "roi_align(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, "
-            "SymInt pooled_width, int sampling_ratio, bool aligned) -> Tensor"
-        )
-        library.impl("nms", plain_nms, "CPU")
-        library.impl("roi_align", plain_roi_align, "CPU")
-        globals()["_library"] = library  # kept alive
-        import torchvision
-
-        for module in ("torchvision.extension", "torchvision.ops.roi_align"):
-            sys.modules[module]._has_ops = lambda: True  # type: ignore[attr-defined]
-    return torchvision
-
-
-def plain_nms(dets: Any, scores: Any, iou_threshold: float) -> Any:
-    """Indices of the boxes that stay, best first."""
-    import torch
-    from torchvision.ops import box_iou
-
-    order = scores.argsort(descending=True, stable=True)
-    close = box_iou(dets[order], dets[order]) > iou_threshold
-    gone = torch.zeros(len(order), dtype=torch.bool)
-    for place in range(len(order)):
-        if not gone[place]:
-            gone[place + 1 :] |= close[place, place + 1 :]
-    return order[~gone]
-
-
-def plain_roi_align(
-    image: Any, rois: Any, scale: float, height: int, width: int, ratio: int, aligned: bool
-) -> Any:
-    """Bilinear samples averaged in bins: on an upright grid, one matrix per axis and box."""
-    import torch
-
-    out = image.new_zeros(len(rois), image.shape[1], height, width)
-    for k, (index, *box) in enumerate(rois.tolist()):
-        left, top, right, bottom = (side * scale - 0.5 * aligned for side in box)
-        rows = _samples(top, bottom, height, image.shape[2], ratio, aligned).to(image)
-        columns = _samples(left, right, width, image.shape[3], ratio, aligned).to(image)
-        out[k] = torch.einsum("ph,chw,qw->cpq", rows, image[int(index)], columns)
-    return out
-
-
-def _samples(start: float, end: float, bins: int, pixels: int, ratio: int, aligned: bool) -> Any:
-    """(bins, pixels): how much each pixel counts in each bin of one axis."""
-    import torch
-
-    length = end - start if aligned else max(end - start, 1.0)
-    per_bin = ratio if ratio > 0 else max(1, -int(-length // bins))
-    steps = (torch.arange(bins * per_bin, dtype=torch.float64) + 0.5) / (bins * per_bin)
-    at = start + length * steps
-    inside = (at >= -1) & (at <= pixels)
-    gap = at.clamp(0, pixels - 1)[:, None] - torch.arange(pixels, dtype=torch.float64)
-    weights = (1 - gap.abs()).clamp(min=0) * inside[:, None]
-    return weights.view(bins, per_bin, pixels).mean(1)
-
-
 def make_torchvision(name: str) -> Made:
     import torch
 
@@ -441,40 +377,4 @@ def make_rnn(name: str) -> Made:
 
     shape = RNN[name]
     words = torch.randint(0, 99, (2, *shape)) if len(shape) == 1 else torch.randn(2, *shape)
-    return _recurrent(name), words
-
-
-def _recurrent(name: str) -> Any:
-    from torch import nn
-
-    class Speech(nn.Module):
-        """Convolutions over time, a GRU, letters for every step."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.front = nn.Sequential(
-                nn.Conv1d(16, 32, 5, stride=2, padding=2), nn.BatchNorm1d(32), nn.ReLU(),
-                nn.Conv1d(32, 24, 3, padding=1), nn.BatchNorm1d(24), nn.ReLU(),
-            )  # fmt: skip
-            self.gru = nn.GRU(24, 32, num_layers=2, batch_first=True)
-            self.head = nn.Linear(32, 29)
-
-        def forward(self, x: Any) -> Any:
-            return self.head(self.gru(self.front(x).transpose(1, 2))[0])
-
-    class Words(nn.Module):
-        """Words through an LSTM; one answer per text, or per word when it runs both ways."""
-
-        def __init__(self, both_ways: bool) -> None:
-            super().__init__()
-            self.both_ways = both_ways
-            self.embed = nn.Embedding(99, 24)
-            self.lstm = nn.LSTM(24, 32, batch_first=True, bidirectional=both_ways)
-            self.hidden = nn.Linear(64 if both_ways else 32, 48)
-            self.head = nn.Linear(48, 7)
-
-        def forward(self, x: Any) -> Any:
-            steps, (last, _) = self.lstm(self.embed(x))
-            return self.head(self.hidden(steps if self.both_ways else last[-1]).relu())
-
-    return Speech() if name == "gru_speech" else Words(both_ways=name == "lstm_tagger")
+    return recurrent(name), words

@@ -1,9 +1,9 @@
-"""Draws the paper's figures anew, from the logs in results/ and the paper's numbers in paper.json.
+"""Draws the paper's figures from the logs in results/ and the paper's numbers in paper.json.
 
-    python benchmarks/figures.py            # all, into docs/figures/
-    python benchmarks/figures.py gate ...   # some
+    python -m benchmarks.pages.figures            # all, to docs/figures/
+    python -m benchmarks.pages.figures gate ...   # some
 
-A figure whose runs are not stored is left out, and named.
+A figure whose runs are not stored is skipped, and its name is printed.
 """
 
 import json
@@ -18,27 +18,28 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from experiments import ALPHAS, DECAY, EXPERIMENTS, NORMS
+from benchmarks import store
+from benchmarks.measure.experiments import ALPHAS, DECAY, EXPERIMENTS, NORMS
+from benchmarks.store import ROOT, read_numbers
 from polarprune.gates.gate import EPS_START, gate_slope, gate_value
 from polarprune.report.plots import bars
 from polarprune.training.proximal import prox_l1
 
-ROOT = Path(__file__).parent.parent
-RESULTS, OUT = ROOT / "results", ROOT / "docs" / "figures"
-PAPER = json.loads(Path(__file__).with_name("paper.json").read_text(encoding="utf-8"))
+RESULTS, OUT = ROOT / "results", store.FIGURES
+PAPER = read_numbers("paper")
 NAMES = {
     "resnet56": "ResNet-56", "vgg16": "VGG-16", "mobilenetv2": "MobileNetV2",
     "mobilenet_v1": "MobileNetV1", "mobilenet_v2": "MobileNetV2", "resnet50": "ResNet-50",
 }  # fmt: skip
-# Okabe and Ito's colours: told apart by all readers; with marks and dashes, in grey, too
+# Okabe and Ito's colours, which colour-blind readers can tell apart; marks and dashes for grey.
 BLUE, ORANGE, GREEN, PINK, GREY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#767676"
 STYLES = ((BLUE, "-", "o"), (ORANGE, "--", "s"), (GREEN, ":", "^"), (PINK, "-.", "D"))
-ASIDE = {  # names that would lie on one another
+LABEL_OFFSETS = {  # of labels that would overlap
     ("resnet56", "PFS"): (4, -10), ("resnet56", "ABCPruner"): (-50, -10),
     ("resnet56", "SCOP"): (-30, 3), ("vgg16", "HRank"): (4, -10), ("mobilenetv2", "SCOP"): (4, -10),
 }  # fmt: skip
 MAIN = "resnet56-47-seed0"
-ASIDE_RUNS = ("ablation", "plain", "search")  # how the names of shorter runs begin
+SHORT_RUNS = ("ablation", "plain", "search")  # how the names of shorter runs start
 
 
 class Missing(Exception):
@@ -57,7 +58,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def log(name: str, stage: str = "prune") -> list[dict[str, Any]]:
-    """The last row of each epoch: a run that was resumed may have some twice."""
+    """Return the last row of each epoch: a resumed run may have logged some epochs twice."""
     path = RESULTS / name / "log.jsonl"
     if not path.exists():
         raise Missing(name)
@@ -152,7 +153,7 @@ def lasso() -> Figure:
     figure, (left, right) = panels(2)
     bars(left, log("resnet56-47-lasso")[-1]["norms"], ORANGE)
     bars(right, log(MAIN)[-1]["histogram"], BLUE)
-    left.set(xlabel="norm of weights / their number, largest = 1", ylabel="frequency of channels")
+    left.set(xlabel="norm / number of weights, largest = 1", ylabel="frequency of channels")
     right.set(xlabel="gate value", ylabel="frequency of gates")
     left.set_title("group lasso", fontsize=10)
     right.set_title("GDP", fontsize=10)
@@ -160,7 +161,7 @@ def lasso() -> Figure:
 
 
 def stability() -> Figure:
-    """Losses and what is left of the MACs, over the epochs, of the runs of the table."""
+    """Losses and remaining MACs over the epochs, for the runs of the table."""
     figure, (left, right) = panels(2)
     for number, name in enumerate(headline()):
         rows = log(name)
@@ -171,7 +172,7 @@ def stability() -> Figure:
         left.plot([r["epoch"] for r in scored], [r["recalibrated_loss"] for r in scored], "s",
                   ms=3, color=colour)  # fmt: skip
         right.plot(epochs, [r["macs"] for r in rows], dash, color=colour, lw=1)
-    left.set(xlabel="epoch", ylabel="loss in training; squares: test", ylim=(0, 4))
+    left.set(xlabel="epoch", ylabel="training loss (squares: test loss)", ylim=(0, 4))
     right.set(xlabel="epoch", ylabel="MACs left", ylim=(0, 1.02))
     right.yaxis.set_major_formatter(PercentFormatter(1))
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
@@ -190,7 +191,7 @@ def accuracy() -> Figure:
                       color=ORANGE if mine else GREY)  # fmt: skip
             if not mine:
                 axis.annotate(row["method"], (row["ratio"], row["accuracy"]), fontsize=8,
-                              xytext=ASIDE.get((network, row["method"]), (4, 3)),
+                              xytext=LABEL_OFFSETS.get((network, row["method"]), (4, 3)),
                               textcoords="offset points", color=GREY)  # fmt: skip
         for name in ours:
             if card(name)["network"] == network:
@@ -207,28 +208,28 @@ def accuracy() -> Figure:
 
 
 def tables() -> list[str]:
-    """Runs of ours that are in the table: not those that stand beside other methods."""
+    """Return the runs of ours in the paper's table, without those of the method comparison."""
     found = [path.parent.name for path in sorted(RESULTS.glob("*/card.json"))]
     mine = [
         name
         for name in found
-        if not name.startswith(ASIDE_RUNS)
+        if not name.startswith(SHORT_RUNS)
         and card(name)["method"] == "gdp"
         and not (name in EXPERIMENTS and EXPERIMENTS[name].tune)
     ]
     if not mine:
-        raise Missing("any run of ours")
+        raise Missing("a run with gdp")
     return mine
 
 
 def headline() -> list[str]:
-    """Those with a budget on CIFAR-10, which the page begins with."""
+    """Return the runs with a budget on CIFAR-10, which the page starts with."""
     known = [(name, card(name)) for name in tables()]
     return [n for n, c in known if "macs" in c["budget"] and c["network"] in PAPER["cifar10"]]
 
 
 def imagenet() -> Figure:
-    """The paper's curves for ImageNet, as published; there are no runs of ours."""
+    """The paper's published curves for ImageNet; we have no runs on it."""
     figure, (axis,) = panels(1, 4.4, 3.2)
     for network, (colour, dash, mark) in zip(("resnet50", "mobilenet_v2", "mobilenet_v1"), STYLES,
                                              strict=False):  # fmt: skip
@@ -279,24 +280,24 @@ def consistency() -> Figure:
 
 
 def decays() -> dict[float, float]:
-    """Of ε an epoch, and the accuracies."""
+    """Return the accuracy for each decay of ε per epoch."""
     return {float(n.removeprefix("ablation-decay")): score(n, "after removal")
             for n in ablations("decay")}  # fmt: skip
 
 
 def starts() -> dict[float, float]:
-    """First values of ε; one of the runs that differ in the decay has the usual one."""
+    """Return the accuracy for each initial ε; a run of `decays` has the default one."""
     found = {float(n.removeprefix("ablation-eps")): score(n, "after removal")
              for n in ablations("eps")}  # fmt: skip
     return dict(sorted({**found, EPS_START: decays()[DECAY]}.items()))
 
 
 def epsilon() -> Figure:
-    """How fast ε decays, and where it begins."""
+    """Accuracy over the decay of ε and over its initial value."""
     figure, (left, right) = panels(2)
     for axis, found, name in (
-        (left, decays(), "decay of ε an epoch, of 140"),
-        (right, starts(), "first ε"),
+        (left, decays(), "decay of ε per epoch, of 140"),
+        (right, starts(), "initial ε"),
     ):
         axis.plot(list(found), list(found.values()), "-o", color=BLUE)
         axis.set(xlabel=name, ylabel="accuracy after removal (%)")
@@ -312,12 +313,12 @@ def epsilon() -> Figure:
 
 METHODS = {
     "reference": "GDP", "sweeps3": "GDP, N = 3", "scratch": "GDP from scratch",
-    "kernel-gates": "gates of kernels", "naive-sl0": "naive SL0",
+    "kernel-gates": "gates from kernel norms", "naive-sl0": "naive SL0",
 }  # fmt: skip
 
 
-def ways() -> dict[str, float]:
-    """Accuracies of the paper's other ways, at the same MACs; of naive SL0 that of the best λ."""
+def variant_scores() -> dict[str, float]:
+    """Return the accuracy of the paper's variants at the same MACs; naive SL0 with its best λ."""
     mine = {name: f"ablation-{name}" for name in METHODS}
     naive = ablations("naive-sl0-", least=1)
     mine["naive-sl0"] = max(naive, key=lambda name: score(name, "after removal"))
@@ -326,7 +327,7 @@ def ways() -> dict[str, float]:
 
 def variants() -> Figure:
     figure, (axis,) = panels(1, 5.2, 2.4)
-    x = list(ways().values())
+    x = list(variant_scores().values())
     axis.barh(range(len(x)), x, color=BLUE, height=0.6)
     for k, value in enumerate(x):
         axis.text(value, k, f" {value:.2f}", va="center", fontsize=9)
@@ -337,7 +338,7 @@ def variants() -> Figure:
 
 
 def norms() -> dict[tuple[str, int], dict[float, float]]:
-    """For each norm of the proximal step and λ: what is left of the MACs, by the start of α."""
+    """Return, for each norm of the proximal step and λ, the remaining MACs by initial α."""
     found = {}
     for kind, lam in NORMS:
         stem = f"{kind}-lam{lam}-alpha"
@@ -348,12 +349,12 @@ def norms() -> dict[tuple[str, int], dict[float, float]]:
 
 
 def norm() -> Figure:
-    """ℓ1 against ℓ0 in the proximal step, from three starts of α."""
+    """ℓ1 against ℓ0 in the proximal step, from three initial values of α."""
     figure, (axis,) = panels(1)
     for ((kind, lam), left), (colour, dash, mark) in zip(norms().items(), STYLES, strict=False):
         label = f"{kind.replace('l', 'ℓ')}, λ = {lam}"
         axis.plot(list(left), list(left.values()), dash, marker=mark, color=colour, label=label)
-    axis.set(xlabel="α at the start", ylabel="MACs left (%)", ylim=(0, 103))
+    axis.set(xlabel="initial α", ylabel="MACs left (%)", ylim=(0, 103))
     axis.set_xticks(sorted(ALPHAS))
     figure.legend(
         frameon=False, loc="outside upper center", ncols=3, columnspacing=1, handlelength=1.6,
@@ -370,7 +371,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
 
 
 def main(names: list[str]) -> list[str]:
-    """Draw them; the names of those that could not be drawn."""
+    """Draw figures and return the names of those whose runs are missing."""
     OUT.mkdir(parents=True, exist_ok=True)
     left_out = []
     for name in names or FIGURES:

@@ -1,13 +1,13 @@
 """Runs the experiments of docs/results.md: the paper's tables, other methods, ablations.
 
-Each is a call of `polarprune train` in a process of its own, which goes on from its last checkpoint
-when it was cut off. Cards and logs land in results/, models that are shipped in zoo/. Several can
-run at once: a small network does not fill a GPU (this takes NVIDIA's multi-process service).
+Each is a call of `polarprune train` in its own process, which resumes from its last checkpoint if
+it was interrupted. Cards and logs are stored in results/, published models in zoo/. Several can
+run at once, because a small network does not fill a GPU (this needs NVIDIA's multi-process service).
 
-    python benchmarks/experiments.py --data cifar10:DIR --data voc:DIR     # all that use these
-    python benchmarks/experiments.py --data cifar10:DIR resnet56-47 --together 3
-    python benchmarks/experiments.py --data cifar10:DIR search paper       # the paper's own recipe
-    python benchmarks/experiments.py --list
+    python -m benchmarks.measure.experiments --list
+    python -m benchmarks.measure.experiments --data cifar10:DIR --data voc:DIR  # all with this data
+    python -m benchmarks.measure.experiments --data cifar10:DIR resnet56-47 --together 3
+    python -m benchmarks.measure.experiments --data cifar10:DIR search paper  # the paper's settings
 """
 
 import argparse
@@ -22,41 +22,49 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lambdas import lambda_for
+from benchmarks.measure.lambda_search import lambda_for
+from benchmarks.store import ROOT
 from polarprune import Schedule
-from polarprune.experiments.methods import METHODS
-from polarprune.experiments.recipes import RECIPES
+from polarprune.experiments.methods.table import METHODS
+from polarprune.experiments.presets import PRESETS
 from polarprune.files.model_file import read_card
 
-ROOT = Path(__file__).parent.parent
 KEPT = ("card.json", "log.jsonl")
 KEPT_OF_BASELINE = ("run.json", "log.jsonl")
 BASELINE = "baseline.safetensors"
 
 
 class Experiment(NamedTuple):
-    """A call of `polarprune train`; without a goal, of a baseline only. `after` names the one whose
-    baseline it starts from, `start` the one whose baseline its own begins with."""
+    """A call of `polarprune train`; without a budget or λ, it trains a baseline only.
 
-    recipe: str
+    `after` names the experiment whose baseline is pruned, `start` the one whose baseline has the
+    initial weights of this one's baseline.
+    """
+
+    preset: str
     macs: float = 0.0
     seed: int = 0
     method: str = "gdp"
     after: str = ""
-    tune: int = 0  # epochs, after the model that is scored and shipped was written
+    tune: int = 0  # epochs of fine-tuning, after the model was scored and written
     ships: str = ""  # the model's name in zoo/
     lam: float = 0.0  # instead of a budget
-    change: tuple[str, ...] = ()  # of the recipe
+    change: tuple[str, ...] = ()  # of the preset
     start: str = ""
-    keeps: bool = False  # its baseline, in results/: others start from the same
+    keeps: bool = False  # stores its baseline in results/, for others to start from
     hold_out: int = 0  # training images that are scored instead of the test set
-    aim: float = 0.0  # share of the MACs that λ is to leave: λ is read off the runs of `search`
-    search: str = ""  # how their names begin
+    aim: float = 0.0  # remaining MACs; λ is estimated from the runs of `search`
+    search: str = ""  # how the names of these runs start
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether nothing is pruned."""
+        return not (self.macs or self.lam or self.aim)
 
     @property
     def kind(self) -> str:
-        """Of its data."""
-        return RECIPES[self.recipe].data
+        """The kind of its data."""
+        return PRESETS[self.preset].data
 
     def arguments(self, data: str, given: argparse.Namespace, name: str) -> list[str]:
         goal = [part for key in ("macs", "lam") if getattr(self, key)
@@ -69,17 +77,17 @@ class Experiment(NamedTuple):
             goal += ["--hold-out", str(self.hold_out)]
         changes = [f"tune_epochs={self.tune}", *self.change]
         return [
-            "train", self.recipe, "--data", data, *goal, "--seed", str(self.seed),
+            "train", self.preset, "--data", data, *goal, "--seed", str(self.seed),
             "--method", self.method, "--out", str(given.runs / name),
             "--baseline", str(baseline(self.after or name, given)),
             *(part for change in changes for part in ("--set", change)),
         ]  # fmt: skip
 
     def found_lambda(self, folder: Path) -> float:
-        """The λ that should leave `aim`, from the short runs that are stored."""
+        """Return the λ that should leave `aim`, estimated from stored short runs."""
         files = folder.glob(f"{self.search}*/card.json")
         return lambda_for(self.aim, [json.loads(f.read_text(encoding="utf-8")) for f in files],
-                          RECIPES[self.recipe].epochs)  # fmt: skip
+                          PRESETS[self.preset].epochs)  # fmt: skip
 
 
 COMMON = "baseline-resnet56"
@@ -115,19 +123,19 @@ def plain(*change: str, decay: float = DECAY, **options: Any) -> Experiment:
 
     ε falls once an epoch, and ends where it did in the paper's longer runs.
     """
-    schedule = as_published(decay ** (PAPER / SHORT), IMAGES // RECIPES["resnet56"].batch)
+    schedule = as_published(decay ** (PAPER / SHORT), IMAGES // PRESETS["resnet56"].batch)
     return short(*schedule, *change, **{"lam": LAMBDA, **options})
 
 
 def as_published(decay: float, every: int) -> tuple[str, ...]:
-    """`Schedule.paper` as changes of a recipe."""
+    """Return `Schedule.paper` as changes of a preset."""
     wanted = asdict(Schedule.paper(decay=decay, every=every))
     return tuple(f"schedule.{key}={json.dumps(value)}" for key, value in wanted.items()
                  if value != getattr(Schedule(), key))  # fmt: skip
 
 
 def compared(method: str, *change: str) -> Experiment:
-    """A method beside the others."""
+    """A run that compares a method with the others."""
     changes = (f"epochs={COMPARED}", *change)
     return Experiment("resnet56", 0.4665, method=method, after=COMMON, tune=TUNED, change=changes)
 
@@ -213,7 +221,7 @@ EXPERIMENTS = {
         )
         for norm, lam in NORMS for alpha in ALPHAS
     },
-    # the paper's recipe to its end: a baseline, short runs that find λ, plain mode, and a budget
+    # the paper's full training: a baseline, short runs that find λ, plain mode, and a budget
     **{f"paper-{network}": Experiment(f"{network}-plain") for network in NETWORKS},
     **{
         f"search-{network}-lam{lam}": Experiment(
@@ -238,24 +246,24 @@ EXPERIMENTS = {
 
 
 def wanted(names: Iterable[str]) -> list[str]:
-    """Experiments whose names begin like these; those that others start from come first."""
+    """Return the experiments whose names start like these; those that others need come first."""
     found = [name for name in EXPERIMENTS if not names or name.startswith(tuple(names))]
     return sorted(found, key=lambda name: bool(needs(name)))
 
 
 def needs(name: str) -> str:
-    """Whose baseline has to be there."""
+    """Return the experiment whose baseline this one needs."""
     return EXPERIMENTS[name].after or EXPERIMENTS[name].start
 
 
 def baseline(name: str, given: argparse.Namespace) -> Path:
-    """Where an experiment's is, or will be."""
+    """Return where the baseline of an experiment is, or will be."""
     kept: Path = given.results / name / BASELINE
     return kept if kept.exists() else given.runs / name / BASELINE
 
 
 def ready(name: str, given: argparse.Namespace) -> bool:
-    """Is all there that it starts from?"""
+    """Return whether the baseline and the runs that an experiment needs exist."""
     search = EXPERIMENTS[name].search
     runs = [other for other in EXPERIMENTS if search and other.startswith(search)]
     found = all((given.results / run / "card.json").exists() for run in runs)
@@ -276,11 +284,11 @@ def start(name: str, given: argparse.Namespace) -> "subprocess.Popen[str]":
 
 
 def keep(name: str, given: argparse.Namespace) -> None:
-    """Into results/ and zoo/."""
+    """Copy the files of a finished run to results/ and zoo/."""
     folder, kept = given.runs / name, given.results / name
     kept.mkdir(parents=True, exist_ok=True)
     done = EXPERIMENTS[name]
-    files = KEPT if done.macs or done.lam or done.aim else KEPT_OF_BASELINE
+    files = KEPT_OF_BASELINE if done.is_baseline else KEPT
     for file in (*files, BASELINE) if done.keeps else files:
         if (folder / file).exists():  # a baseline that is kept is not trained again
             shutil.copy(folder / file, kept / file)
