@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-
-import figures
-import steering
-import steering_page
+from benchmarks.measure import steering
+from benchmarks.pages import figures
+from benchmarks.pages import steering as steering_page
 from polarprune import Schedule
-from polarprune.experiments.data import Images
+from polarprune.experiments.data.cifar10 import Images
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 Each is a call of `polarprune train` in its own process, which resumes from its last checkpoint if
 it was interrupted. Cards and logs are stored in results/, published models in zoo/. Several can
-run at once, because a small network does not fill a GPU (this needs NVIDIA's multi-process service).
+run at once, because a small network does not fill a GPU (with NVIDIA's multi-process service).
 
     python -m benchmarks.measure.experiments --list
     python -m benchmarks.measure.experiments --data cifar10:DIR --data voc:DIR  # all with this data

@@ -229,8 +229,8 @@ def variants() -> str:
         f"{', '.join(tried)}. GDP from scratch trains for {SHORT} epochs in total; the others "
         f"start from a trained network. The paper found the last three worse than GDP; here "
         f"{len(worse)} of them are worse by more than seeds explain. The runs are "
-        f"{mode(REFERENCE)} or are cut to it at the end; the paper's have a fixed λ. N = 3 changes the accuracy by {gap:+.2f} "
-        f"points; the paper found N = 1 sufficient. {seed_noise()}"
+        f"{mode(REFERENCE)} or are cut to it at the end; the paper's have a fixed λ. N = 3 changes "
+        f"the accuracy by {gap:+.2f} points; the paper found N = 1 sufficient. {seed_noise()}"
     )
 
 

@@ -283,7 +283,8 @@ def epochs() -> list[str]:
         minutes = 200 * row["seconds"] / 60
         lines.append(
             f"| {row['network']} | {TRAININGS[row['kind']]} | "
-            f"{'yes' if row['compiled'] else 'no'} | {row['batch']} | {row['together']} | **{row['seconds']:.2f}** | "
+            f"{'yes' if row['compiled'] else 'no'} | {row['batch']} | {row['together']} | "
+            f"**{row['seconds']:.2f}** | "
             f"{row['seconds_for_each']:.2f} | {minutes:.1f} | {row['machine']}, torch "
             f"{row['versions']['torch']} |"
         )
