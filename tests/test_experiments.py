@@ -182,7 +182,7 @@ def test_a_pickle_with_something_else_in_it_is_refused(tmp_path: Path) -> None:
     written(tmp_path, "py")
     file = tmp_path / "cifar-10-batches-py" / "data_batch_3"
     file.write_bytes(pickle.dumps({b"data": Path("x"), b"labels": []}))
-    with pytest.raises(pp.PruneError, match="this is not CIFAR-10"):
+    with pytest.raises(pp.PruneError, match="so this is not CIFAR-10"):
         open_data(f"cifar10:{tmp_path}")
 
 
@@ -197,7 +197,7 @@ def test_missing_data_is_named(tmp_path: Path) -> None:
         open_data(f"cifar10:{tmp_path}")
     written(tmp_path, "bin")
     (tmp_path / "cifar-10-batches-bin" / "data_batch_2.bin").unlink()
-    with pytest.raises(pp.PruneError, match=r"data_batch_2\.bin cannot be read"):
+    with pytest.raises(pp.PruneError, match=r"cannot read .*data_batch_2\.bin"):
         open_data(f"cifar10:{tmp_path}")
 
 
@@ -293,9 +293,9 @@ def test_numbers_of_a_recipe_may_be_changed() -> None:
     found = preset("resnet56", epochs=7, compact="auto", **{"schedule.done": 0.4})
     assert (found.epochs, found.compact, found.schedule.done) == (7, "auto", 0.4)
     assert preset("resnet56", compact=None).compact is None
-    with pytest.raises(pp.PruneError, match="has no 'epoch'"):
+    with pytest.raises(pp.PruneError, match="has no field 'epoch'"):
         preset("resnet56", epoch=7)
-    with pytest.raises(pp.PruneError, match="there is no recipe 'resnet'"):
+    with pytest.raises(pp.PruneError, match="unknown preset 'resnet'"):
         preset("resnet")
 
 
@@ -497,7 +497,7 @@ def test_with_the_papers_lambda_the_ratio_falls_where_it_falls(
         assert card["budget"] == {"lam": lam} and card["identical_predictions"]
         shares.append(card["macs_share"])
     assert 1 >= shares[0] > shares[1] > 0
-    with pytest.raises(pp.PruneError, match="--lam is a number of our method"):
+    with pytest.raises(pp.PruneError, match="--lam is for gdp only"):
         prune(run, run.baseline(), "lasso", lam=1.0)
 
 
@@ -506,23 +506,23 @@ def test_with_the_papers_lambda_the_ratio_falls_where_it_falls(
 
 MISTAKES = {
     "--macs 1.5": "macs=1.5",
-    "--macs 0.5 --method foo": "no method 'foo'",
+    "--macs 0.5 --method foo": "unknown method 'foo'",
     "--macs 0.5 --lam 3": "conflicting settings",
     "--macs 0.5 --method lasso --params 2": "params=2",
     "--set epochs": "name=value",
-    "--set epochs=abc": "epochs='abc', which should be a int",
-    "--set rates=foo": "there are cosine, steps, poly",
-    "--set optimizer=Adam": "there are sgd, adam",
-    "--set batch=0": "at least 1",
+    "--set epochs=abc": "epochs='abc' must be of type int",
+    "--set rates=foo": "must be one of cosine, steps, poly",
+    "--set optimizer=Adam": "must be one of sgd, adam",
+    "--set batch=0": "batch=0 must be at least 1",
     "--set schedule=3": "schedule=3",
-    "--set epochs.x=3": "a plain value",
-    "--set network=foo": "no network 'foo'",
+    "--set epochs.x=3": "is a plain value without a field 'x'",
+    "--set network=foo": "unknown network 'foo'",
     "--start nowhere.safetensors": "no such file",
-    "--set momentum=-0.5": "momentum=-0.5; at least 0, at most 1",
+    "--set momentum=-0.5": "momentum=-0.5 must be at least 0 and at most 1",
     "--set seed=99999999999999999999999": "at most 9223372036854775807",
-    "--set weight_decay=NaN": "weight_decay=nan; at least 0",
-    "--set distill=2.0": "distill=2.0; at least 0, at most 1",
-    "--set lr=-1": "lr=-1; at least 0",
+    "--set weight_decay=NaN": "weight_decay=nan must be at least 0",
+    "--set distill=2.0": "distill=2.0 must be at least 0 and at most 1",
+    "--set lr=-1": "lr=-1 must be at least 0",
     "--macs 0.00001": "lowest",
     "--macs 0.5 --set compact=yes": "compact='yes'",
     "--macs 0.5 --device cpu:x": "give cpu or cuda",
@@ -553,7 +553,7 @@ def test_a_folder_with_another_run_is_refused(tmp_path: Path) -> None:
         assert done.exit_code == 1 and what in " ".join(done.output.split())
     assert (out / "card.json").read_bytes() == kept
     done = runner.invoke(app, [*start[:-2], "--out", str(out / "card.json")])
-    assert done.exit_code == 1 and "that is a file" in done.output
+    assert done.exit_code == 1 and "is a file" in done.output
 
 
 def test_what_was_refused_does_not_keep_the_folder(tmp_path: Path) -> None:
@@ -614,7 +614,7 @@ def test_a_run_that_is_finished_is_not_done_again(tmp_path: Path) -> None:
         (["--hold-out", "-5"], "--hold-out -5: give a number from 0 on"),
         (["--hold-out", "100000"], "less than the 100 examples"),
         (["--dry-run", "-2"], "--dry-run -2"),
-        (["--set", "batch=60000"], "less than one batch"),
+        (["--set", "batch=60000"], "are less than one batch"),
         (["--device", "gpu"], "--device gpu: give cpu or cuda"),
         (["--start", "{}/text"], "it holds no weights"),
     ],
@@ -663,8 +663,8 @@ def test_a_sweep_prunes_one_baseline_to_several_budgets(tmp_path: Path) -> None:
     ("given", "said"),
     [
         (["--macs", "0.5", "--macs", "1.5"], "macs=1.5"),
-        (["--macs", "0.5", "--method", "foo"], "no method 'foo'"),
-        (["--macs", "0.5", "--out", "{}/text"], "that is a file"),
+        (["--macs", "0.5", "--method", "foo"], "unknown method 'foo'"),
+        (["--macs", "0.5", "--out", "{}/text"], "is a file"),
         (["--macs", "0.5", "--macs", "0.0001"], "lowest"),
     ],
 )
@@ -730,9 +730,9 @@ def test_a_baseline_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["train", "nothing", "--data", "cifar10:x"], "there is no recipe 'nothing'"),
+        (["train", "nothing", "--data", "cifar10:x"], "unknown preset 'nothing'"),
         (["train", "tiny", "--data", "cifar10:nowhere"], "neither cifar-10-batches-py nor"),
-        (["train", "tiny", "--data", "cifar10:x", "--set", "speed=9"], "has no 'speed'"),
+        (["train", "tiny", "--data", "cifar10:x", "--set", "speed=9"], "has no field 'speed'"),
         (["eval", "nowhere.safetensors", "--data", "cifar10:x"], "there is no file"),
     ],
 )

@@ -141,10 +141,12 @@ def test_every_figure_has_a_sentence_with_its_numbers(full: Path) -> None:
     assert captions.DISAGREES in said["consistency"]  # 0.9 is not 0.993
     rows = figures.log(figures.MAIN)
     shares = [sum(c[1:-1]) / sum(c) for c in (rows[8]["histogram"], rows[-1]["histogram"])]
-    assert f"{shares[0]:.1%} after epoch 9, the last before" in said["histograms"]
-    assert f"{shares[1]:.1%} at the end. The end is no finding" in said["histograms"]
-    assert "the paper saw" not in said["histograms"]  # the floor and the last ε force it
-    assert "of the 4 places where both are (not run: 0 of the paper's 4)" in said["accuracy"]
+    assert f"{shares[0]:.1%} after epoch 9, the last one before" in said["histograms"]
+    assert (
+        f"{shares[1]:.1%} at the end. The value at the end is not a finding" in said["histograms"]
+    )
+    assert "the paper." not in said["histograms"]  # the floor and the last ε force it
+    assert "Of the paper's 4 GDP results, 4 were run here" in said["accuracy"]
     gap = 100 * (len(experiments.DECAYS) - 1) / 1000
     assert f"{gap:.2f} points over {len(experiments.DECAYS)} decays" in said["epsilon"]
 
@@ -190,21 +192,23 @@ def collapsed(row: dict[str, Any]) -> None:
 @pytest.mark.parametrize("change", [cut_at_once, collapsed])
 def test_one_run_of_the_table_that_collapses_is_not_stable(full: Path, change: Any) -> None:
     count = len(figures.headline())
-    assert f"{count} of {count} runs: stable, {captions.AGREES}" in captions.stability()
+    said = captions.stability()
+    assert f"In {count} of {count} runs" in said and f"is stable. {captions.AGREES}" in said
     rewritten("vgg16-31", change)
     said = captions.stability()
-    assert f"{count - 1} of {count} runs: not stable, {captions.DISAGREES}" in said
-    assert ("14.1 % right then" in said) == (change is collapsed)
+    assert f"In {count - 1} of {count} runs" in said
+    assert f"is not stable. {captions.DISAGREES}" in said
+    assert ("test accuracy 14.1 %" in said) == (change is collapsed)
 
 
 def test_runs_of_the_earlier_steering_are_said_to_be(full: Path) -> None:
-    assert "closed along the path" in captions.stability()
+    assert "closed along the planned path" in captions.stability()
     path = full / figures.MAIN / "card.json"
     card = json.loads(path.read_text())
     del card["recipe"]["schedule"]["window"]
     path.write_text(json.dumps(card))
-    assert f"1 of {len(figures.headline())} are runs of an earlier version" in captions.stability()
-    assert "This is a run of an earlier version" in captions.histograms()
+    assert f"1 of {len(figures.headline())} runs are of an earlier version" in captions.stability()
+    assert "This run is of an earlier version" in captions.histograms()
 
 
 def rescored(name: str, accuracy: float) -> None:
@@ -224,7 +228,7 @@ def test_robust_is_what_seeds_explain(full: Path, robust: bool) -> None:
     assert (gap <= significance.smallest_difference(captions.seed_scores())) == robust
     said = captions.epsilon()
     assert (captions.AGREES in said) == robust == ("not robust" not in said)
-    assert "steered to a budget" in said
+    assert "The runs are with a budget" in said
 
 
 def test_a_correlation_is_compared_by_its_own_uncertainty() -> None:

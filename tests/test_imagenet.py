@@ -145,7 +145,7 @@ def test_pictures_are_read_as_in_pytorchs_example(tmp_path: Path) -> None:
     ("harm", "message"),
     [
         (lambda root: (root / "val").rename(root / "test"), "no folder val"),
-        (lambda root: (root / "val" / "red").rename(root / "val" / "blue"), "other classes"),
+        (lambda root: (root / "val" / "red").rename(root / "val" / "blue"), "different classes"),
         (lambda root: [f.unlink() for f in (root / "val" / "red").iterdir()], "red"),
     ],
 )
@@ -168,7 +168,7 @@ def test_each_process_has_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert [k for some in mine for k in some] == list(range(3 * rank, 3 * rank + 3))
     assert sorted(parts[0] + parts[1]) == list(range(12))
     monkeypatch.setattr(imagenet, "rank_and_count", lambda: (0, 3))
-    with pytest.raises(pp.PruneError, match="cannot be shared"):
+    with pytest.raises(pp.PruneError, match="cannot be divided evenly"):
         LoaderStream(data.train, 4, torch.device("cpu"))
 
 
@@ -234,7 +234,7 @@ def test_weights_to_begin_with(tmp_path: Path) -> None:
     model = Run(run.settings, run.data, tmp_path / "pth").baseline(start=tmp_path / "part.pth")
     assert torch.equal(model.one.weight, other.one.weight)
     save_file({"else": torch.ones(1)}, str(tmp_path / "none.safetensors"))
-    for name, why in (("none", "no weights that fit"), ("missing", "no such file")):
+    for name, why in (("none", "none of its weights fits"), ("missing", "no such file")):
         with pytest.raises(pp.PruneError, match=why):
             Run(run.settings, run.data, tmp_path / name).baseline(
                 start=tmp_path / f"{name}.safetensors"

@@ -31,6 +31,7 @@ from polarprune.experiments.methods.lasso import Lasso
 from polarprune.experiments.methods.slimming import Slimming
 from polarprune.experiments.methods.table import ALL_METHODS, METHODS
 from polarprune.experiments.networks.small_images import ResNet
+from polarprune.experiments.networks.table import NETWORKS
 from polarprune.experiments.presets import preset
 from polarprune.experiments.runs.prune import prune
 from polarprune.experiments.runs.pruned_file import rebuild
@@ -158,7 +159,7 @@ def test_the_command_line_takes_a_method(tmp_path: Path) -> None:
     assert card["method"] == "slimming" and card["recipe"]["controls"]["slimming"] == 0.01
     done = runner.invoke(app, [*given, "--out", str(out), "--method", "slim"])
     assert done.exit_code == 1
-    assert "there is no method 'slim'. Methods: gdp, magnitude," in " ".join(done.output.split())
+    assert "unknown method 'slim'. Methods: gdp, magnitude," in " ".join(done.output.split())
 
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -530,10 +531,11 @@ def test_results_are_means_over_seeds_beside_the_papers(tmp_path: Path) -> None:
     assert row in page and row in readme
     assert "93.99 | +0.10 | 93.00 | 30.54 | **93.50** | +0.50 | 1 |" in page
     assert "| ResNet-56 | 93.90 | 34.36 | 93.55 | -0.35 | not run yet |" in page
-    assert "same on all 10,000 images in 2 of 3 runs" in page and "keeps more in 0 of 2" in page
+    assert "identical on all 10,000 test images in 2 of 3 runs" in page
+    assert "loses less accuracy in 0 of 2 rows" in page
     assert readme.startswith("above\n") and readme.endswith("below\n") and "old" not in readme
     assert "epochs 200 (350)" in page and "distill 0.9 (0)" in page
-    assert "3 on a machine (torch 2.13.0): 3.0 hours" in page
+    assert "3 runs on a machine (torch 2.13.0): 3.0 hours" in page
 
 
 def test_another_network_is_not_put_beside_the_papers(tmp_path: Path) -> None:
@@ -546,7 +548,7 @@ def test_another_network_is_not_put_beside_the_papers(tmp_path: Path) -> None:
         "95.00 | 53.77 | **96.00** | +1.00 | 1 |"
     )
     assert all(row in text for row in (missing, ours) for text in (page, readme))
-    assert "in 2 of 2 runs" in page and "keeps more in 1 of 1 rows" in page
+    assert "in 2 of 2 runs" in page and "loses less accuracy in 1 of 1 rows" in page
     assert "- `mobilenetv2_88m` (MobileNetV2 with one more stride" in page
 
 
@@ -559,7 +561,7 @@ def test_what_was_held_out_is_a_table_of_what_differs(tmp_path: Path) -> None:
         rows = [{"stage": "baseline", "accuracy": s} for s in (0.5, score)]
         (folder / "log.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     page, _ = made(tmp_path)
-    held = page.split("held-out images\n")[1].split("## How")[0]
+    held = page.split("held-out images\n")[1].split("## Conditions")[0]
     assert "MobileNetV2, 60 epochs, 5,000 images held out:" in held
     table = [line for line in held.splitlines() if line.startswith("|")]
     assert table[0] == "| weight_decay | accuracy |"
@@ -576,7 +578,7 @@ def test_runs_by_other_recipes_are_not_mixed(tmp_path: Path) -> None:
     assert "| ResNet-56 (resnet56) |" in page and "**94.00 ± 0.00** | +1.00 | 2 |" in page
     assert "| ResNet-56 (changed: epochs 100 (200)) |" in page and "**95.00** | +2.00 | 1 |" in page
     assert "**96.00**" not in page and "| 93.00 | 96.00 | 96.00 | +3.00 | 97.00 | +4.00 |" in page
-    assert "46.65 % was tuned after that for 40 epochs" in page and "came to 94.50." in page
+    assert "46.65 % was then fine-tuned for 40 epochs" in page and "reached 94.50 %." in page
 
 
 def test_where_a_control_wins_is_said(tmp_path: Path) -> None:
@@ -597,7 +599,7 @@ def test_where_a_control_wins_is_said(tmp_path: Path) -> None:
     assert rows["l0"].endswith("| 100 + 40 | 2 | after fine-tuning |")
     assert rows["random"].endswith("| no |")
     assert rows["slimming (slimming = 3e-05)"].endswith("| after removal and after fine-tuning |")
-    assert rows["lasso"].endswith("| ours: not run yet |")
+    assert rows["lasso"].endswith("| gdp: not run yet |")
     assert rows["magnitude"].endswith("| no (from another baseline) |")
     assert rows["torch-pruning"].count("not run yet") == 2
 
@@ -611,8 +613,8 @@ def test_controls_that_one_run_does_not_tell_apart_are_named(tmp_path: Path) -> 
     stored(tmp_path, "lasso", (0.93, 0.94, 0.90, 0.937), method="lasso", **tuned)
     stored(tmp_path, "random", (0.93, 0.94, 0.10, 0.935), method="random", **tuned)
     page, _ = made(tmp_path)
-    assert "± 0.14 over 2 seeds" in page
-    assert "apart: after removal l0, after fine-tuning l0 and lasso." in page
+    assert "a standard deviation of 0.14 over 2 seeds" in page
+    assert "(after removal: l0; after fine-tuning: l0 and lasso)." in page
 
 
 def test_the_readme_has_the_marks() -> None:

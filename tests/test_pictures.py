@@ -47,7 +47,7 @@ def test_masks_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(example_images, "sheet", lambda columns, path: sheets.append(columns))
     for photos in ([], ["--photos"]):
         example_images.main([*given, f"--out={tmp_path}", *photos])
-        names = ["by hand", "whole", *(f"{percent} %" for percent in example_images.VOC)]
+        names = ["by hand", "baseline", *(f"{percent} %" for percent in example_images.VOC)]
         assert list(sheets[-1]) == ["photo"] * bool(photos) + names
         assert all(len(column) == 2 for column in sheets[-1].values())
         truth = sheets[-1]["by hand"][0]
@@ -95,5 +95,5 @@ def test_scaled_features_are_as_large_as_wanted_and_mean_the_same() -> None:
     photos = 255 * torch.rand(2, 3, 32, 32)
     example_images.scale(scaled, photos)
     for before, after in zip(plain(photos), scaled(photos), strict=True):
-        assert after.mean().item() == pytest.approx(example_images.SIZE, rel=1e-4)
+        assert after.mean().item() == pytest.approx(example_images.FEATURE_MEAN, rel=1e-4)
         torch.testing.assert_close(after / after.mean(), before / before.mean())

@@ -54,8 +54,10 @@ def photos(folder: Path, train: int = 8, val: int = 3) -> Path:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(style, "SIDE", 32)
     monkeypatch.setitem(NETWORKS, "tiny", lambda: StyleNet(4, 1))
-    tiny = Settings("tiny", "style", baseline_epochs=6, epochs=3, batch=4, baseline_lr=3e-3, lr=1e-3,
-                  warm_up=0, optimizer="adam", weight_decay=0)  # fmt: skip
+    rates = {"baseline_lr": 3e-3, "lr": 1e-3, "warm_up": 0, "weight_decay": 0}
+    tiny = Settings(
+        "tiny", "style", baseline_epochs=6, epochs=3, batch=4, optimizer="adam", **rates
+    )
     monkeypatch.setitem(PRESETS, "tiny", tiny)
 
 
@@ -105,8 +107,8 @@ def test_the_style_itself_lacks_only_the_content(tmp_path: Path) -> None:
     task: Any = open_data(f"style:{photos(tmp_path)}")
     own = style.as_input(style.read_square(tmp_path / "style.jpg")[None])
     other = style.as_input(task.test[:1])
-    assert float(task.apart(own, own)) < 1e-3 * float(task.apart(other, other))
-    assert float(task.apart(other, own)) > float(task.apart(other, other))
+    assert float(task.perceptual_loss(own, own)) < 1e-3 * float(task.perceptual_loss(other, other))
+    assert float(task.perceptual_loss(other, own)) > float(task.perceptual_loss(other, other))
     assert task.counts == (8, 3) and task.held_out(2).counts == (6, 2)
 
 

@@ -99,7 +99,7 @@ def look(model: Any, example: Any, norms: bool) -> dict[str, Any]:
         "macs_exact": count_macs(small.to(dtype), example) == graph.cost.at(n)["macs"],
         "modes": sorted(found),
         **spent,
-        "rewired": len(graph.rewired),
+        "rewired": len(graph.rewritten),
         "reasons": {g.name: g.reason for g in graph.groups.values() if g.frozen},
     }
 
