@@ -33,7 +33,7 @@ from polarprune.surgery.proof import count_macs
 from polarprune.tracing.recorder import TRACING_SEED
 
 import_torchvision()
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+ROOT = Path(__file__).parent.parent
 runner = CliRunner()
 
 
@@ -297,7 +297,7 @@ def test_several_processes_train_one_network(tmp_path: Path) -> None:
     """With torchrun: the scores are those of the network that is written."""
     data = f"imagenet:{noisy(tmp_path / 'data', train=16, val=40)}"
     driver, seeds = tmp_path / "driver.py", str(tmp_path / "seeds")
-    paths = [str(BENCHMARKS), str(Path(__file__).parent)]
+    paths = [str(ROOT), str(Path(__file__).parent)]
     driver.write_text(DRIVER.format(paths=paths, out=seeds))
     arguments = [
         str(driver), "train", "tiny", "--data", data, "--macs", "0.5", "--out",

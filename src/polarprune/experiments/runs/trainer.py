@@ -104,7 +104,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.on_gpu):
             output = self._run_model(x)
-            teacher_output = self._run_teacher(x) if self._run_teacher else None
+            teacher_output = None if self._run_teacher is None else self._run_teacher(x)
         loss = self.batches.loss(output, y, teacher_output, self.settings)
         penalty = self.method.penalty()
         (loss if penalty is None else loss + penalty).backward()
