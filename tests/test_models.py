@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from benchmarks.measure import coverage_models, model_coverage
+from benchmarks.pages import coverage as coverage_page
 
 MODELS = [
     "torchvision/resnet18", "torchvision/mobilenet_v2", "torchvision/shufflenet_v2_x0_5",
@@ -28,5 +29,5 @@ def test_model_is_cut_exactly_and_by_much(name: str) -> None:
     row = {"kind": kind, **model_coverage.look(model, example, norms=False)}
     if kind in ("transformer", "hybrid") or "convnext" in name:
         row["stream"] = model_coverage.look(model, example, norms=True)
-    assert model_coverage.passed(row), {key: row[key] for key in row if key != "reasons"}
-    assert model_coverage.small_enough(row) == (name not in NOT_LOW), row["macs"]
+    assert coverage_page.passed(row), {key: row[key] for key in row if key != "reasons"}
+    assert coverage_page.small_enough(row) == (name not in NOT_LOW), row["macs"]

@@ -102,8 +102,14 @@ def test_photos_and_masks_are_read_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (lambda root: (root / "SegmentationClass").rename(root / "Other"), "no folder SegmentationClass"),
-        (lambda root: (root / "ImageSets/Segmentation/val.txt").unlink(), r"cannot read .*val\.txt"),
+        (
+            lambda root: (root / "SegmentationClass").rename(root / "Other"),
+            "no folder SegmentationClass",
+        ),
+        (
+            lambda root: (root / "ImageSets/Segmentation/val.txt").unlink(),
+            r"cannot read .*val\.txt",
+        ),
         (lambda root: (root / "JPEGImages/3.jpg").unlink(), r"cannot read .*3\.jpg"),
         (lambda root: saved(mask_of(4), root / "SegmentationClass/3.png"), "photo 3 has"),
         (lambda root: saved(mask_of(3) | 16 + 5, root / "SegmentationClass/3.png"), "class above"),
