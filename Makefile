@@ -34,16 +34,17 @@ attack: venv
 endurance: venv
 	OMP_NUM_THREADS=1 $(BIN)/python tests/endurance.py --trials 50
 
-# Models of other packages, each in a process of its own, two at a time; resumes where it stopped.
+# Models of other packages, two at a time, each in its own process; resumes where it stopped.
 coverage: venv
 	$(BIN)/python -m pip install -c constraints.txt -e ".[dev,coverage]"
-	$(BIN)/python benchmarks/coverage.py
+	$(BIN)/python -m benchmarks.measure.model_coverage
 
-# The paper's figures and tables, from the logs in results/.
+# Figures, docs/results.md and docs/performance.md, from results/ and benchmarks/numbers/.
 figures: venv
-	$(BIN)/python benchmarks/figures.py
-	$(BIN)/python benchmarks/steering_page.py
-	$(BIN)/python benchmarks/results.py
+	$(BIN)/python -m benchmarks.pages.figures
+	$(BIN)/python -m benchmarks.pages.steering
+	$(BIN)/python -m benchmarks.pages.results
+	$(BIN)/python -m benchmarks.pages.performance
 
 # Leaves .venv and runs/ alone.
 clean:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import polarprune as pp
 from polarprune.cli import app
 from polarprune.cli.demo import Block, Digits
-from polarprune.experiments.recipes import Recipe
+from polarprune.experiments.settings import Settings
 
 STEPS, EVERY, BATCH = 60, 4, 16  # of a loop; of these, a checkpoint
 
@@ -312,7 +312,7 @@ def training(data: Path, out: Path, word: str = "train") -> Callable[[], None]:
                    *budgets)  # fmt: skip
 
 
-RECIPE = Recipe(
+RECIPE = Settings(
     "endurance", baseline_epochs=2, epochs=6, tune_epochs=1, batch=20, baseline_lr=0.05, lr=0.05,
     warm_up=1, distill=0.5, recalibrate=2, compact="auto",
 )  # fmt: skip

@@ -60,8 +60,9 @@ from broken_runs import (
 )
 from polarprune.cli import app
 from polarprune.cli.demo import load_digits
-from polarprune.experiments import networks, run
-from polarprune.experiments.recipes import RECIPES
+from polarprune.experiments.networks.table import NETWORKS
+from polarprune.experiments.presets import PRESETS
+from polarprune.experiments.runs import run
 
 MANY, WARM, GROWTH = 20_000, 2_000, 4 * 2**20  # steps, steps before memory counts, bytes
 MOST_KILLS = 6
@@ -458,8 +459,8 @@ def endure(
 ) -> tuple[dict[str, Counter[str]], list[str]]:
     """So many trials: what came of them, and a line for each violation."""
     torch.set_num_threads(1)
-    networks.NETWORKS["endurance"], RECIPES["endurance"] = Tiny, RECIPE
-    run._PAUSE = 0.0  # a checkpoint after every epoch
+    NETWORKS["endurance"], PRESETS["endurance"] = Tiny, RECIPE
+    run.CHECKPOINT_PAUSE = 0.0  # a checkpoint after every epoch
     trials = Trials(folder, many)
     found: dict[str, Counter[str]] = {}
     wrong = []

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-
-import experiments
-import figures
-import noise
-import results as table
-import sayings
-from lambdas import lambda_for
-from polarprune.experiments.recipes import RECIPES
+from benchmarks.measure import experiments
+from benchmarks.measure.lambda_search import lambda_for
+from benchmarks.pages import captions, figures, significance
+from benchmarks.pages import results as results_page
+from polarprune.experiments.presets import PRESETS
 
 EPOCHS = 20
 
@@ -36,8 +31,8 @@ def stored(folder: Path, name: str, number: int) -> None:
         )
     ][: 4 if experiment.tune else 3]  # fmt: skip
     card = {
-        "network": RECIPES[experiment.recipe].network, "method": experiment.method, "table": table,
-        "macs_share": left, "recipe": dataclasses.asdict(RECIPES[experiment.recipe]),
+        "network": PRESETS[experiment.preset].network, "method": experiment.method, "table": table,
+        "macs_share": left, "recipe": dataclasses.asdict(PRESETS[experiment.preset]),
         "budget": {"macs": experiment.macs} if experiment.macs else {"lam": experiment.lam},
     }  # fmt: skip
     rows = []
@@ -139,17 +134,19 @@ def test_every_number_of_the_papers_tables_is_stored() -> None:
 
 
 def test_every_figure_has_a_sentence_with_its_numbers(full: Path) -> None:
-    assert set(sayings.SAYINGS) == set(figures.FIGURES)
-    said = {name: say() for name, say in sayings.SAYINGS.items()}
+    assert set(captions.CAPTIONS) == set(figures.FIGURES)
+    said = {name: say() for name, say in captions.CAPTIONS.items()}
     found, names = figures.correlation()
     assert f"{found:.3f}" in said["consistency"] and f"{len(names)} values" in said["consistency"]
-    assert sayings.UNLIKE in said["consistency"]  # 0.9 is not 0.993
+    assert captions.DISAGREES in said["consistency"]  # 0.9 is not 0.993
     rows = figures.log(figures.MAIN)
     shares = [sum(c[1:-1]) / sum(c) for c in (rows[8]["histogram"], rows[-1]["histogram"])]
-    assert f"{shares[0]:.1%} after epoch 9, the last before" in said["histograms"]
-    assert f"{shares[1]:.1%} at the end. The end is no finding" in said["histograms"]
-    assert "the paper saw" not in said["histograms"]  # the floor and the last ε force it
-    assert "of the 4 places where both are (not run: 0 of the paper's 4)" in said["accuracy"]
+    assert f"{shares[0]:.1%} after epoch 9, the last one before" in said["histograms"]
+    assert (
+        f"{shares[1]:.1%} at the end. The value at the end is not a finding" in said["histograms"]
+    )
+    assert "the paper." not in said["histograms"]  # the floor and the last ε force it
+    assert "Of the paper's 4 GDP results, 4 were run here" in said["accuracy"]
     gap = 100 * (len(experiments.DECAYS) - 1) / 1000
     assert f"{gap:.2f} points over {len(experiments.DECAYS)} decays" in said["epsilon"]
 
@@ -158,15 +155,17 @@ def test_the_page_shows_what_was_drawn_and_names_the_rest(
     results: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figures.main([])
-    parts = table.shown()
+    parts = results_page.figure_section()
     assert parts[0].startswith("![gate](figures/gate.png)") and len(parts) == 4
     assert "consistency" in parts[-1] and "imagenet" not in parts[-1]
 
 
 def test_the_rule_for_two_single_runs() -> None:
-    assert noise.far([1.0, 3.0]) == pytest.approx(4.0)  # a deviation of √2
+    assert significance.smallest_difference([1.0, 3.0]) == pytest.approx(4.0)  # a deviation of √2
     calm, here = [1.0, 2.0, 1.0, 2.0], slice(4, 5)
-    assert noise.is_sudden([*calm, 2.7], here) and not noise.is_sudden([*calm, 2.6], here)
+    assert significance.is_sudden([*calm, 2.7], here) and not significance.is_sudden(
+        [*calm, 2.6], here
+    )
 
 
 def rewritten(name: str, change: Any) -> None:
@@ -193,21 +192,23 @@ def collapsed(row: dict[str, Any]) -> None:
 @pytest.mark.parametrize("change", [cut_at_once, collapsed])
 def test_one_run_of_the_table_that_collapses_is_not_stable(full: Path, change: Any) -> None:
     count = len(figures.headline())
-    assert f"{count} of {count} runs: stable, {sayings.AS_PAPER}" in sayings.stability()
+    said = captions.stability()
+    assert f"In {count} of {count} runs" in said and f"is stable. {captions.AGREES}" in said
     rewritten("vgg16-31", change)
-    said = sayings.stability()
-    assert f"{count - 1} of {count} runs: not stable, {sayings.UNLIKE}" in said
-    assert ("14.1 % right then" in said) == (change is collapsed)
+    said = captions.stability()
+    assert f"In {count - 1} of {count} runs" in said
+    assert f"is not stable. {captions.DISAGREES}" in said
+    assert ("test accuracy 14.1 %" in said) == (change is collapsed)
 
 
 def test_runs_of_the_earlier_steering_are_said_to_be(full: Path) -> None:
-    assert "closed along the path" in sayings.stability()
+    assert "closed along the planned path" in captions.stability()
     path = full / figures.MAIN / "card.json"
     card = json.loads(path.read_text())
     del card["recipe"]["schedule"]["window"]
     path.write_text(json.dumps(card))
-    assert f"1 of {len(figures.headline())} are runs of an earlier version" in sayings.stability()
-    assert "This is a run of an earlier version" in sayings.histograms()
+    assert f"1 of {len(figures.headline())} runs are of an earlier version" in captions.stability()
+    assert "This run is of an earlier version" in captions.histograms()
 
 
 def rescored(name: str, accuracy: float) -> None:
@@ -219,19 +220,23 @@ def rescored(name: str, accuracy: float) -> None:
 
 @pytest.mark.parametrize("robust", [True, False])
 def test_robust_is_what_seeds_explain(full: Path, robust: bool) -> None:
-    names = [sayings.REFERENCE, *figures.ablations("again")]
+    names = [captions.REFERENCE, *figures.ablations("again")]
     for number, name in enumerate(names):  # 0.1 or 1 points apart
         rescored(name, 0.9 + number * (0.01 if robust else 0.001))
     gap = max(max(found.values()) - min(found.values())
               for found in (figures.decays(), figures.starts()))  # fmt: skip
-    assert (gap <= noise.far(sayings.seeds())) == robust
-    said = sayings.epsilon()
-    assert (sayings.AS_PAPER in said) == robust == ("not robust" not in said)
-    assert "steered to a budget" in said
+    assert (gap <= significance.smallest_difference(captions.seed_scores())) == robust
+    said = captions.epsilon()
+    assert (captions.AGREES in said) == robust == ("not robust" not in said)
+    assert "The runs are with a budget" in said
 
 
 def test_a_correlation_is_compared_by_its_own_uncertainty() -> None:
-    assert sayings.alike(0.961, 7) and not sayings.alike(0.961, 40) and not sayings.alike(0.9, 7)
+    assert (
+        captions.is_same_correlation(0.961, 7)
+        and not captions.is_same_correlation(0.961, 40)
+        and not captions.is_same_correlation(0.9, 7)
+    )
 
 
 def test_lambda_is_read_off_short_runs() -> None:

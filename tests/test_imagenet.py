@@ -13,26 +13,27 @@ import numpy
 import pytest
 import torch
 from PIL import Image
+from polarprune.experiments.runs.pruned_file import rebuild
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import polarprune as pp
+from benchmarks.measure.import_torchvision import import_torchvision
 from polarprune.cli.app import app
-from polarprune.experiments import imagenet, networks
-from polarprune.experiments.imagenet import Loaded, MobileNetV1, open_imagenet
-from polarprune.experiments.kinds import open_data
-from polarprune.experiments.recipes import RECIPES, Recipe
-from polarprune.experiments.run import Run, rebuilt
+from polarprune.experiments.data import imagenet
+from polarprune.experiments.data.imagenet import LoaderStream, open_imagenet
+from polarprune.experiments.data.table import open_data
+from polarprune.experiments.networks.imagenet import MobileNetV1, from_torchvision
+from polarprune.experiments.networks.table import NETWORKS
+from polarprune.experiments.presets import PRESETS
+from polarprune.experiments.runs.run import Run
+from polarprune.experiments.settings import Settings
 from polarprune.surgery.proof import count_macs
 from polarprune.tracing.recorder import TRACING_SEED
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-
-from coverage_models import import_torchvision
-
 import_torchvision()
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+ROOT = Path(__file__).parent.parent
 runner = CliRunner()
 
 
@@ -74,14 +75,14 @@ class Tiny(nn.Module):
         return scores
 
 
-TINY = Recipe("tiny", "imagenet", baseline_epochs=8, epochs=3, batch=4, baseline_lr=0.1, lr=0.05,
+TINY = Settings("tiny", "imagenet", baseline_epochs=8, epochs=3, batch=4, baseline_lr=0.1, lr=0.05,
               warm_up=0)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(networks.NETWORKS, "tiny", Tiny)
-    monkeypatch.setitem(RECIPES, "tiny", TINY)
+    monkeypatch.setitem(NETWORKS, "tiny", Tiny)
+    monkeypatch.setitem(PRESETS, "tiny", TINY)
 
 
 # --- networks and recipes -------------------------------------------------------------------------
@@ -96,7 +97,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_networks_have_the_size_that_is_known(name: str, macs: float, params: float) -> None:
-    model = networks.NETWORKS[name]().eval()
+    model = NETWORKS[name]().eval()
     assert count_macs(model, torch.randn(1, 3, 224, 224)) == pytest.approx(macs, rel=0.005)
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(params, rel=0.005)
 
@@ -109,15 +110,15 @@ def test_all_of_mobilenet_v1_may_be_pruned() -> None:
 
 def test_recipes_are_the_papers() -> None:
     for name in ("mobilenet_v1", "mobilenet_v2", "resnet50", "resnet50-steps"):
-        recipe = RECIPES[name]
+        recipe = PRESETS[name]
         assert recipe.epochs == 140 and recipe.data == "imagenet"
         for epoch in (1, 70, 140):
             assert recipe.schedule.eps(epoch, 140) == pytest.approx(0.1 * 0.9**epoch)
-    v1, v2 = RECIPES["mobilenet_v1"], RECIPES["mobilenet_v2"]
+    v1, v2 = PRESETS["mobilenet_v1"], PRESETS["mobilenet_v2"]
     rates = [v1.lr * v1.rate(epoch / 140, 140) for epoch in (0, 34, 35, 69, 70, 105, 139)]
     assert rates == pytest.approx([0.1, 0.1, 0.01, 0.01, 1e-3, 1e-4, 1e-4])
     assert v1.label_smoothing == 0 and v2.label_smoothing > 0 and v2.rates == "cosine"
-    both = RECIPES["resnet50"], RECIPES["resnet50-steps"]
+    both = PRESETS["resnet50"], PRESETS["resnet50-steps"]
     assert [(r.rates, r.label_smoothing > 0) for r in both] == [("cosine", True), ("steps", False)]
 
 
@@ -144,7 +145,7 @@ def test_pictures_are_read_as_in_pytorchs_example(tmp_path: Path) -> None:
     ("harm", "message"),
     [
         (lambda root: (root / "val").rename(root / "test"), "no folder val"),
-        (lambda root: (root / "val" / "red").rename(root / "val" / "blue"), "other classes"),
+        (lambda root: (root / "val" / "red").rename(root / "val" / "blue"), "different classes"),
         (lambda root: [f.unlink() for f in (root / "val" / "red").iterdir()], "red"),
     ],
 )
@@ -160,15 +161,15 @@ def test_each_process_has_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for rank in range(2):
         monkeypatch.setattr(imagenet, "rank_and_count", lambda rank=rank: (rank, 2))
         torch.manual_seed(0)
-        stream = Loaded(data.train, 4, torch.device("cpu"))
+        stream = LoaderStream(data.train, 4, torch.device("cpu"))
         stream.shuffle()
         parts.append(list(stream.sampler))
-        mine = [range(data.counts[1])[places] for places, _, _ in data._mine()]
+        mine = [range(data.counts[1])[places] for places, _, _ in data._own_batches()]
         assert [k for some in mine for k in some] == list(range(3 * rank, 3 * rank + 3))
     assert sorted(parts[0] + parts[1]) == list(range(12))
     monkeypatch.setattr(imagenet, "rank_and_count", lambda: (0, 3))
-    with pytest.raises(pp.PruneError, match="cannot be shared"):
-        Loaded(data.train, 4, torch.device("cpu"))
+    with pytest.raises(pp.PruneError, match="cannot be divided evenly"):
+        LoaderStream(data.train, 4, torch.device("cpu"))
 
 
 # --- runs -----------------------------------------------------------------------------------------
@@ -182,7 +183,7 @@ def test_a_run_on_a_folder_of_pictures(tmp_path: Path) -> None:
     card = json.loads((tmp_path / "out" / "card.json").read_text())
     assert card["macs_share"] <= 0.5 and card["identical_predictions"]
     assert card["table"][0]["accuracy"] == 1.0  # red and green are soon learned
-    small, _ = rebuilt(tmp_path / "out" / "small.safetensors")
+    small, _ = rebuild(tmp_path / "out" / "small.safetensors")
     task = open_data(data)
     assert task.score(task.answers(small)) == card["accuracy"]
 
@@ -225,17 +226,17 @@ def test_weights_to_begin_with(tmp_path: Path) -> None:
     other = Tiny()
     named = {k: v for k, v in other.state_dict().items() if k.startswith("one.")}
     save_file(named, str(tmp_path / "part.safetensors"))
-    run.recipe = Recipe("tiny", "imagenet", baseline_epochs=0, batch=4)
+    run.settings = Settings("tiny", "imagenet", baseline_epochs=0, batch=4)
     model: Any = run.baseline(start=tmp_path / "part.safetensors")
     assert torch.equal(model.one.weight, other.one.weight)
     assert not torch.equal(model.two.weight, other.two.weight)
     torch.save(named, tmp_path / "part.pth")
-    model = Run(run.recipe, run.data, tmp_path / "pth").baseline(start=tmp_path / "part.pth")
+    model = Run(run.settings, run.data, tmp_path / "pth").baseline(start=tmp_path / "part.pth")
     assert torch.equal(model.one.weight, other.one.weight)
     save_file({"else": torch.ones(1)}, str(tmp_path / "none.safetensors"))
-    for name, why in (("none", "no weights that fit"), ("missing", "no such file")):
+    for name, why in (("none", "none of its weights fits"), ("missing", "no such file")):
         with pytest.raises(pp.PruneError, match=why):
-            Run(run.recipe, run.data, tmp_path / name).baseline(
+            Run(run.settings, run.data, tmp_path / name).baseline(
                 start=tmp_path / f"{name}.safetensors"
             )
 
@@ -248,7 +249,7 @@ def test_weights_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(torchvision.models, "get_model", offline)
     with pytest.raises(pp.PruneError, match=r"no way out.*--baseline FILE"):
-        imagenet.from_torchvision("resnet50", "IMAGENET1K_V1")
+        from_torchvision("resnet50", "IMAGENET1K_V1")
 
 
 def test_published_weights_stand_in_for_a_baseline(
@@ -260,9 +261,9 @@ def test_published_weights_stand_in_for_a_baseline(
         asked.append((name, weights))
         return published
 
-    monkeypatch.setattr("polarprune.experiments.run.from_torchvision", found)
+    monkeypatch.setattr("polarprune.experiments.runs.run.from_torchvision", found)
     run = Run(
-        Recipe("tiny", "imagenet", pretrained="BEST"), open_imagenet(pictures(tmp_path / "data")),
+        Settings("tiny", "imagenet", pretrained="BEST"), open_imagenet(pictures(tmp_path / "data")),
         tmp_path / "out",
     )  # fmt: skip
     model: Any = run.baseline()
@@ -273,7 +274,7 @@ def test_published_weights_stand_in_for_a_baseline(
 DRIVER = """
 import os, sys
 sys.path[:0] = {paths}
-from coverage_models import import_torchvision
+from benchmarks.measure.import_torchvision import import_torchvision
 import_torchvision()
 import torch
 torch.set_num_threads(1)
@@ -285,8 +286,9 @@ class Tiny(Tiny):
                 file.write(f"{{torch.initial_seed()}} ")
         return super().forward(x)
 from polarprune.cli.app import app
-from polarprune.experiments import networks, recipes
-networks.NETWORKS["tiny"], recipes.RECIPES["tiny"] = Tiny, TINY
+from polarprune.experiments.networks.table import NETWORKS
+from polarprune.experiments.presets import PRESETS
+NETWORKS["tiny"], PRESETS["tiny"] = Tiny, TINY
 app()
 """
 
@@ -295,7 +297,7 @@ def test_several_processes_train_one_network(tmp_path: Path) -> None:
     """With torchrun: the scores are those of the network that is written."""
     data = f"imagenet:{noisy(tmp_path / 'data', train=16, val=40)}"
     driver, seeds = tmp_path / "driver.py", str(tmp_path / "seeds")
-    paths = [str(BENCHMARKS), str(Path(__file__).parent)]
+    paths = [str(ROOT), str(Path(__file__).parent)]
     driver.write_text(DRIVER.format(paths=paths, out=seeds))
     arguments = [
         str(driver), "train", "tiny", "--data", data, "--macs", "0.5", "--out",
@@ -313,7 +315,7 @@ def test_several_processes_train_one_network(tmp_path: Path) -> None:
     assert card["macs_share"] <= 0.5 and card["identical_predictions"]
     rows = (tmp_path / "two" / "log.jsonl").read_text().splitlines()
     assert len(rows) == TINY.baseline_epochs + TINY.epochs
-    small, _ = rebuilt(tmp_path / "two" / "small.safetensors")
+    small, _ = rebuild(tmp_path / "two" / "small.safetensors")
     task = open_data(data)
     assert task.score(task.answers(small)) == card["accuracy"]
     whole = Tiny()

@@ -15,20 +15,29 @@ from typing import Any
 
 import pytest
 import torch
+from polarprune.experiments.runs.prune import prune
+from polarprune.experiments.runs.pruned_file import rebuild
 from torch import Tensor, nn
 
 import polarprune as pp
+from benchmarks.pages.results import MARKS, write
 from polarprune.cli.app import app
 from polarprune.cost.other_scores import UnitNorms, scale_scores
 from polarprune.cost.resources import Quadratic
-from polarprune.experiments import methods
-from polarprune.experiments.concrete import HardConcrete, Steering, expected_share
-from polarprune.experiments.data import Batches, Data, accuracy
-from polarprune.experiments.methods import L0, METHODS, KernelGates, Lasso, NaiveSL0, Slimming
-from polarprune.experiments.networks import ResNet
-from polarprune.experiments.recipes import Controls, recipe
-from polarprune.experiments.run import Run, rebuilt
-from polarprune.experiments.training import Trainer
+from polarprune.experiments.data.cifar10 import Batches, Cifar10, accuracy
+from polarprune.experiments.methods import base
+from polarprune.experiments.methods.expected_cost import LambdaAdjuster, expected_share
+from polarprune.experiments.methods.kernel_gates import KernelGates, NaiveSL0
+from polarprune.experiments.methods.l0 import L0, HardConcrete
+from polarprune.experiments.methods.lasso import Lasso
+from polarprune.experiments.methods.slimming import Slimming
+from polarprune.experiments.methods.table import ALL_METHODS, METHODS
+from polarprune.experiments.networks.small_images import ResNet
+from polarprune.experiments.networks.table import NETWORKS
+from polarprune.experiments.presets import preset
+from polarprune.experiments.runs.run import Run
+from polarprune.experiments.runs.trainer import Trainer
+from polarprune.experiments.settings import MethodSettings
 from polarprune.gates.gate import GatedWeight
 from polarprune.surgery.proof import count_macs
 from test_experiments import TINY, Tiny, images, runner, written
@@ -36,18 +45,15 @@ from test_experiments import data as data  # fixtures
 from test_experiments import tiny as tiny
 from test_stalls import NoReading
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-from results import MARKS, write
-
 EXAMPLE = torch.randn(2, 3, 32, 32)
 INSTALLED = importlib.util.find_spec("torch_pruning") is not None
 needs_torch_pruning = pytest.mark.skipif(not INSTALLED, reason="needs torch-pruning")
-OURS = [name for name in methods.EVERY if name != "torch-pruning"]
+OURS = [name for name in ALL_METHODS if name != "torch-pruning"]
 EVERY = [*OURS, pytest.param("torch-pruning", marks=needs_torch_pruning)]
 
 
 def control(kind: Any, model: nn.Module, steps: int = 40, **numbers: float) -> Any:
-    wanted = recipe("tiny", **{f"controls.{key}": value for key, value in numbers.items()})
+    wanted = preset("tiny", **{f"controls.{key}": value for key, value in numbers.items()})
     return kind(model, EXAMPLE, wanted, steps, {"macs": 0.5})
 
 
@@ -56,10 +62,10 @@ def control(kind: Any, model: nn.Module, steps: int = 40, **numbers: float) -> A
 
 @pytest.mark.parametrize("method", EVERY)
 def test_a_control_meets_its_budget_in_as_many_epochs(
-    method: str, data: Data, tmp_path: Path
+    method: str, data: Cifar10, tmp_path: Path
 ) -> None:
-    run = Run(recipe("tiny", distill=0.5, recalibrate=2, tune_epochs=2), data, tmp_path)
-    card = methods.prune(run, run.baseline(), method, macs=0.5)
+    run = Run(preset("tiny", distill=0.5, recalibrate=2, tune_epochs=2), data, tmp_path)
+    card = prune(run, run.baseline(), method, macs=0.5)
     assert card["method"] == method and 0.2 < card["macs_share"] <= 0.5
     assert [row["stage"] for row in card["table"]] == [
         "baseline", "before removal", "after removal", "after fine-tuning",
@@ -73,7 +79,7 @@ def test_a_control_meets_its_budget_in_as_many_epochs(
     assert names == files | {"card.json", "log.jsonl"}
     assert json.loads((tmp_path / "card.json").read_text()) == card
     if method != "torch-pruning":
-        small, _ = rebuilt(tmp_path / "small.safetensors")
+        small, _ = rebuild(tmp_path / "small.safetensors")
         assert accuracy(small, data.test) == card["table"][2]["accuracy"]
         assert count_macs(small, EXAMPLE[:1]) == card["macs"]
 
@@ -83,11 +89,11 @@ def test_a_control_meets_its_budget_in_as_many_epochs(
     [("slimming", "slimming", 0.03), ("lasso", "lasso", 0.002), ("l0", "l0_push", 100.0)],
 )
 def test_only_a_penalty_brings_channels_near_zero(
-    method: str, number: str, strong: float, data: Data, monkeypatch: pytest.MonkeyPatch
+    method: str, number: str, strong: float, data: Cifar10, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Tensor] = []
-    plan = methods.plan_by_threshold
-    monkeypatch.setattr(methods, "plan_by_threshold", lambda graph, scores, **limits: [
+    plan = base.plan_by_threshold
+    monkeypatch.setattr(base, "plan_by_threshold", lambda graph, scores, **limits: [
         seen.append(scores), plan(graph, scores, **limits)][1])  # fmt: skip
     for value in (0.0, strong):
         torch.manual_seed(0)
@@ -108,9 +114,9 @@ class Stop(Exception):
 
 @pytest.mark.parametrize("method", ["l0", "lasso", "kernel-gates"])
 def test_a_control_goes_on_where_it_was_cut_off(
-    method: str, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, data: Cifar10, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("polarprune.experiments.run._PAUSE", 0.0)
+    monkeypatch.setattr("polarprune.experiments.runs.run.CHECKPOINT_PAUSE", 0.0)
 
     def stop(row: dict[str, Any]) -> None:
         if row["stage"] == "prune" and row["epoch"] == 3:
@@ -124,19 +130,19 @@ def test_a_control_goes_on_where_it_was_cut_off(
         if name == "parts":
             run.progress = stop
             with pytest.raises(Stop):
-                methods.prune(run, model, method, macs=0.5)
+                prune(run, model, method, macs=0.5)
             torch.manual_seed(99)  # another process, another state
             run = Run(TINY, data, tmp_path / name)
             model = run.baseline()
-        cards.append(methods.prune(run, model, method, macs=0.5))
+        cards.append(prune(run, model, method, macs=0.5))
     assert cards[0]["table"] == cards[1]["table"] and cards[0]["sha256"] == cards[1]["sha256"]
 
 
 @pytest.mark.parametrize("method", ["magnitude", "l0"])
-def test_residual_networks(method: str, data: Data, monkeypatch: Any, tmp_path: Path) -> None:
-    monkeypatch.setitem(methods.Run.fresh.__globals__["NETWORKS"], "tiny", lambda: ResNet(1))
-    run = Run(recipe("tiny", epochs=1, baseline_epochs=1, batch=50), data, tmp_path)
-    card = methods.prune(run, run.baseline(), method, macs=0.4665)
+def test_residual_networks(method: str, data: Cifar10, monkeypatch: Any, tmp_path: Path) -> None:
+    monkeypatch.setitem(NETWORKS, "tiny", lambda: ResNet(1))
+    run = Run(preset("tiny", epochs=1, baseline_epochs=1, batch=50), data, tmp_path)
+    card = prune(run, run.baseline(), method, macs=0.4665)
     assert 0.4 < card["macs_share"] <= 0.4665
 
 
@@ -153,7 +159,7 @@ def test_the_command_line_takes_a_method(tmp_path: Path) -> None:
     assert card["method"] == "slimming" and card["recipe"]["controls"]["slimming"] == 0.01
     done = runner.invoke(app, [*given, "--out", str(out), "--method", "slim"])
     assert done.exit_code == 1
-    assert "there is no method 'slim'. Methods: gdp, magnitude," in " ".join(done.output.split())
+    assert "unknown method 'slim'. Methods: gdp, magnitude," in " ".join(done.output.split())
 
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +245,7 @@ def test_coupled_scales_count_as_their_mean() -> None:
 
 
 def concrete(*log_alpha: float) -> HardConcrete:
-    gate = HardConcrete(len(log_alpha), Controls())
+    gate = HardConcrete(len(log_alpha), MethodSettings())
     gate.alpha.data.copy_(torch.tensor(log_alpha))
     return gate
 
@@ -254,7 +260,7 @@ def test_the_formulas_of_the_paper() -> None:
         kept.append(min(1, max(0, 1.2 / (1 + math.exp(-log_alpha)) - 0.1)))
         chances.append(1 / (1 + math.exp(-(log_alpha - 2 / 3 * math.log(0.1 / 1.1)))))
     assert torch.allclose(gate.values(), torch.tensor(wanted), atol=1e-6)
-    assert torch.allclose(gate.chance(), torch.tensor(chances), atol=1e-6)
+    assert torch.allclose(gate.open_probability(), torch.tensor(chances), atol=1e-6)
     assert torch.allclose(gate.eval().values(), torch.tensor(kept), atol=1e-6)
 
 
@@ -263,11 +269,11 @@ def test_gates_are_open_as_often_as_their_chance_says() -> None:
     gate = concrete(*(value for value in log_alpha for _ in range(20000)))
     gate.draw()
     often = (gate.values() != 0).float().reshape(4, -1).mean(1)
-    assert torch.allclose(often, gate.chance().reshape(4, -1)[:, 0], atol=0.012)
+    assert torch.allclose(often, gate.open_probability().reshape(4, -1)[:, 0], atol=0.012)
 
 
 def test_a_gate_begins_with_its_chance_of_dropping() -> None:
-    gate = HardConcrete(3, Controls(l0_drop=0.2))
+    gate = HardConcrete(3, MethodSettings(l0_drop=0.2))
     assert torch.allclose(torch.sigmoid(gate.alpha), torch.tensor(0.8))
 
 
@@ -285,8 +291,8 @@ def test_the_expected_cost_is_the_mean_over_all_subsets() -> None:
 
 
 def test_lambda_answers_the_distance_and_its_sum() -> None:
-    steering = Steering(torch.tensor([1.0, 0.5, 0.0, 0.0]), push=10.0, rise=4.0)
-    found = [float(steering.follow(torch.tensor(share))) for share in (0.9, 0.7, 0.2, 0.0, -1.0)]
+    adjuster = LambdaAdjuster(torch.tensor([1.0, 0.5, 0.0, 0.0]), push=10.0, rise=4.0)
+    found = [float(adjuster.update(torch.tensor(share))) for share in (0.9, 0.7, 0.2, 0.0, -1.0)]
     assert found == pytest.approx([0.0, 10 * 0.2 + 0.2, 10 * 0.2 + 0.4, 0.4, 0.0])
 
 
@@ -294,7 +300,7 @@ def test_all_that_read_a_channel_see_the_same_gate() -> None:
     model = ResNet(1)
     method = control(L0, model)
     assert not model._forward_pre_hooks  # the bank multiplies other gates
-    method.begin()
+    method.before_forward()
     model.train()
     gate = method.gates[next(iter(method.gates))]
     parts = [part for part in model.modules() if isinstance(part, GatedWeight)]
@@ -302,7 +308,7 @@ def test_all_that_read_a_channel_see_the_same_gate() -> None:
     assert len(readers) > 1
     first = gate.values().clone()
     assert torch.equal(first, gate.values())
-    method.begin()
+    method.before_forward()
     assert not torch.equal(first, gate.values())
 
 
@@ -314,22 +320,22 @@ def test_what_is_cut_at_closed_gates_changes_nothing() -> None:
         for gate in method.gates.values():
             gate.alpha.copy_(torch.randn(len(gate.alpha), generator=generator) * 2 - 1.5)
     method.limits = {"macs": 1.0}
-    full = method.trained()
+    full = method.trained_model()
     small = method.cut(full)
-    closed = torch.cat([gate.settled() == 0 for gate in method.gates.values()])
+    closed = torch.cat([gate.final_values() == 0 for gate in method.gates.values()])
     assert closed.any() and count_macs(small, EXAMPLE) < count_macs(full, EXAMPLE)
     assert torch.allclose(model(EXAMPLE), small.eval()(EXAMPLE), atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [L0, KernelGates])
-def test_the_gates_reach_the_budget_by_themselves(kind: Any, data: Data) -> None:
+def test_the_gates_reach_the_budget_by_themselves(kind: Any, data: Cifar10) -> None:
     torch.manual_seed(0)
     model, batches = Tiny(), Batches(data.train, 20)
     method = control(kind, model, steps=1200)
     trainer = Trainer(model, batches, TINY, epochs=120, lr=0.1, method=method)
     while trainer.done < trainer.steps:
         trainer.epoch()
-    assert method.shares().tolist()[0] == pytest.approx(0.5, abs=0.04)
+    assert method.expected_shares().tolist()[0] == pytest.approx(0.5, abs=0.04)
 
 
 # --- gates made of kernels ------------------------------------------------------------------------
@@ -348,8 +354,8 @@ def test_gates_made_of_kernels_begin_where_ours_do(kind: Any) -> None:
     method = control(kind, model, steps=40)
     assert method.norms().allclose(norms, rtol=1e-5)
     assert method.values().allclose(torch.tensor(1 / 1.1), rtol=1e-5)
-    method.steering.step.fill_(20)
-    decay = (recipe("tiny").schedule.eps_end / 0.1) ** 0.5
+    method.adjuster.step.fill_(20)
+    decay = (preset("tiny").schedule.eps_end / 0.1) ** 0.5
     assert method.values().allclose(1 / (1 + 0.1 * torch.tensor(decay)), rtol=1e-5)
 
 
@@ -358,7 +364,7 @@ def test_a_network_computes_with_gates_of_its_kernels() -> None:
     model: Any = Tiny().train()
     twin = copy.deepcopy(model)
     method = control(KernelGates, model)
-    method.begin()
+    method.before_forward()
     with torch.no_grad():
         twin.two.weight /= 1.1
         twin.head.weight /= 1.1
@@ -372,21 +378,21 @@ def test_the_proximal_step_shrinks_kernels_by_their_price_for_good() -> None:
     method = control(KernelGates, model)
     before, prices = method.norms().detach(), torch.tensor(
         [macs for macs, _ in method.graph.cost.prices().values()])  # fmt: skip
-    method.steer = lambda shares: torch.tensor([2.0])
+    method.adjust = lambda shares: torch.tensor([2.0])
     widths = torch.tensor([12.0, 16.0]) / 1.1
     cost, rate = method.graph.cost.parts["macs"], 0.05
-    own = (cost.q @ widths.double() + cost.b) / method.whole["macs"]
-    method.after(rate)
+    own = (cost.q @ widths.double() + cost.b) / method.original["macs"]
+    method.after_step(rate)
     shrunk = before - 2.0 * rate * own.float().repeat_interleave(torch.tensor([12, 16]))
     assert method.norms().allclose(shrunk, rtol=1e-4) and bool((prices > 0).all())
     assert bool((shrunk > 0).all()) and not bool(method.closed.any())
-    method.steer = lambda shares: torch.tensor([1e4])
-    method.after(rate)
+    method.adjust = lambda shares: torch.tensor([1e4])
+    method.after_step(rate)
     assert bool(method.closed.all())
     with torch.no_grad():
         model.two.parametrizations.weight.original += 1.0
-    method.steer = lambda shares: torch.tensor([0.0])
-    method.after(rate)
+    method.adjust = lambda shares: torch.tensor([0.0])
+    method.after_step(rate)
     assert not bool(model.two.parametrizations.weight.original.any())
 
 
@@ -395,10 +401,10 @@ def test_naive_sl0_pulls_at_kernels_and_leaves_the_forward_pass_alone() -> None:
     wanted = model(EXAMPLE)
     method = control(NaiveSL0, model, naive_sl0=3.0)
     assert torch.equal(model(EXAMPLE), wanted)
-    share = method.shares().detach()
+    share = method.expected_shares().detach()
     penalty = method.penalty()
     assert float(penalty.detach()) == pytest.approx(3.0 * float(share), rel=1e-5)
-    assert int(method.steering.step) == 1
+    assert int(method.adjuster.step) == 1
     penalty.backward()
     slope = model.head.weight.grad
     assert bool((slope * model.head.weight > 0).any(0).all())  # shrinks every kernel
@@ -409,9 +415,9 @@ def test_naive_sl0_pulls_at_kernels_and_leaves_the_forward_pass_alone() -> None:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_a_step_reads_nothing_back(name: str, data: Data) -> None:
+def test_a_step_reads_nothing_back(name: str, data: Cifar10) -> None:
     model = ResNet(1)
-    method = control(methods.EVERY[name], model)
+    method = control(ALL_METHODS[name], model)
     assert method.captured
     trainer = Trainer(model, Batches(data.train, 20), TINY, epochs=4, lr=0.05, method=method)
     trainer.batches.shuffle()
@@ -429,12 +435,12 @@ def test_a_captured_step_trains_like_an_eager_one(name: str) -> None:
     for captured in (False, True):
         torch.manual_seed(0)
         model = ResNet(1).cuda()
-        kind = methods.EVERY[name]
-        method = kind(model, EXAMPLE.cuda(), recipe("tiny"), 40, {"macs": 0.5})
+        kind = ALL_METHODS[name]
+        method = kind(model, EXAMPLE.cuda(), preset("tiny"), 40, {"macs": 0.5})
         method.captured = captured
         trainer = Trainer(model, Batches(few, 20), TINY, epochs=4, lr=0.02, method=method)
         losses = [trainer.epoch()["loss"] for _ in range(4)]
-        found.append((losses, method.facts()))
+        found.append((losses, method.log_entries()))
     assert found[0][0] == pytest.approx(found[1][0], rel=0.2)
     assert found[0][1] == pytest.approx(found[1][1], rel=0.1, abs=0.5)
 
@@ -446,7 +452,7 @@ def test_torch_prunings_regularizer_is_its_own(kind: Any) -> None:
     method = control(METHODS["torch-pruning"], model, torch_pruning=0.1)
     model(EXAMPLE).square().sum().backward()
     kept = {name: p.grad.clone() for name, p in model.named_parameters()}
-    method.pull()
+    method.after_backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters()}
     for name, parameter in model.named_parameters():
         parameter.grad = kept[name].clone()
@@ -482,7 +488,7 @@ def stored(
         {"stage": stage, "accuracy": score, "macs": 1, "params": 1}
         for stage, score in zip(stages, scores, strict=False)
     ]
-    numbers = dataclasses.asdict(recipe(network, seed=seed, **changes))
+    numbers = dataclasses.asdict(preset(network, seed=seed, **changes))
     card = {
         "network": network, "method": method, "budget": {"macs": macs}, "table": table,
         "accuracy": scores[-1], "macs_share": macs - 1e-4, "scored_on": images, "recipe": numbers,
@@ -525,10 +531,11 @@ def test_results_are_means_over_seeds_beside_the_papers(tmp_path: Path) -> None:
     assert row in page and row in readme
     assert "93.99 | +0.10 | 93.00 | 30.54 | **93.50** | +0.50 | 1 |" in page
     assert "| ResNet-56 | 93.90 | 34.36 | 93.55 | -0.35 | not run yet |" in page
-    assert "same on all 10,000 images in 2 of 3 runs" in page and "keeps more in 0 of 2" in page
+    assert "identical on all 10,000 test images in 2 of 3 runs" in page
+    assert "loses less accuracy in 0 of 2 rows" in page
     assert readme.startswith("above\n") and readme.endswith("below\n") and "old" not in readme
     assert "epochs 200 (350)" in page and "distill 0.9 (0)" in page
-    assert "3 on a machine (torch 2.13.0): 3.0 hours" in page
+    assert "3 runs on a machine (torch 2.13.0): 3.0 hours" in page
 
 
 def test_another_network_is_not_put_beside_the_papers(tmp_path: Path) -> None:
@@ -541,7 +548,7 @@ def test_another_network_is_not_put_beside_the_papers(tmp_path: Path) -> None:
         "95.00 | 53.77 | **96.00** | +1.00 | 1 |"
     )
     assert all(row in text for row in (missing, ours) for text in (page, readme))
-    assert "in 2 of 2 runs" in page and "keeps more in 1 of 1 rows" in page
+    assert "in 2 of 2 runs" in page and "loses less accuracy in 1 of 1 rows" in page
     assert "- `mobilenetv2_88m` (MobileNetV2 with one more stride" in page
 
 
@@ -549,12 +556,12 @@ def test_what_was_held_out_is_a_table_of_what_differs(tmp_path: Path) -> None:
     for decay, score in ((1e-4, 0.93), (2e-4, 0.94)):
         folder = tmp_path / "results" / f"held-out-{decay}"
         folder.mkdir(parents=True)
-        numbers = dataclasses.asdict(recipe("mobilenetv2", weight_decay=decay, baseline_epochs=60))
+        numbers = dataclasses.asdict(preset("mobilenetv2", weight_decay=decay, baseline_epochs=60))
         (folder / "run.json").write_text(json.dumps({**numbers, "hold_out": 5000}))
         rows = [{"stage": "baseline", "accuracy": s} for s in (0.5, score)]
         (folder / "log.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     page, _ = made(tmp_path)
-    held = page.split("held-out images\n")[1].split("## How")[0]
+    held = page.split("held-out images\n")[1].split("## Conditions")[0]
     assert "MobileNetV2, 60 epochs, 5,000 images held out:" in held
     table = [line for line in held.splitlines() if line.startswith("|")]
     assert table[0] == "| weight_decay | accuracy |"
@@ -571,7 +578,7 @@ def test_runs_by_other_recipes_are_not_mixed(tmp_path: Path) -> None:
     assert "| ResNet-56 (resnet56) |" in page and "**94.00 ± 0.00** | +1.00 | 2 |" in page
     assert "| ResNet-56 (changed: epochs 100 (200)) |" in page and "**95.00** | +2.00 | 1 |" in page
     assert "**96.00**" not in page and "| 93.00 | 96.00 | 96.00 | +3.00 | 97.00 | +4.00 |" in page
-    assert "46.65 % was tuned after that for 40 epochs" in page and "came to 94.50." in page
+    assert "46.65 % was then fine-tuned for 40 epochs" in page and "reached 94.50 %." in page
 
 
 def test_where_a_control_wins_is_said(tmp_path: Path) -> None:
@@ -592,7 +599,7 @@ def test_where_a_control_wins_is_said(tmp_path: Path) -> None:
     assert rows["l0"].endswith("| 100 + 40 | 2 | after fine-tuning |")
     assert rows["random"].endswith("| no |")
     assert rows["slimming (slimming = 3e-05)"].endswith("| after removal and after fine-tuning |")
-    assert rows["lasso"].endswith("| ours: not run yet |")
+    assert rows["lasso"].endswith("| gdp: not run yet |")
     assert rows["magnitude"].endswith("| no (from another baseline) |")
     assert rows["torch-pruning"].count("not run yet") == 2
 
@@ -606,8 +613,8 @@ def test_controls_that_one_run_does_not_tell_apart_are_named(tmp_path: Path) -> 
     stored(tmp_path, "lasso", (0.93, 0.94, 0.90, 0.937), method="lasso", **tuned)
     stored(tmp_path, "random", (0.93, 0.94, 0.10, 0.935), method="random", **tuned)
     page, _ = made(tmp_path)
-    assert "± 0.14 over 2 seeds" in page
-    assert "apart: after removal l0, after fine-tuning l0 and lasso." in page
+    assert "a standard deviation of 0.14 over 2 seeds" in page
+    assert "(after removal: l0; after fine-tuning: l0 and lasso)." in page
 
 
 def test_the_readme_has_the_marks() -> None:

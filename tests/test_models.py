@@ -1,14 +1,10 @@
 """A part of `make coverage`: models of other packages (the dev extra has these), by numbers."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-import coverage
-import coverage_models
+from benchmarks.measure import coverage_models, model_coverage
+from benchmarks.pages import coverage as coverage_page
 
 MODELS = [
     "torchvision/resnet18", "torchvision/mobilenet_v2", "torchvision/shufflenet_v2_x0_5",
@@ -30,8 +26,8 @@ def test_model_is_cut_exactly_and_by_much(name: str) -> None:
     model, example = coverage_models.make(name)
     model.eval()
     kind = coverage_models.kind(name, model, example)
-    row = {"kind": kind, **coverage.look(model, example, norms=False)}
+    row = {"kind": kind, **model_coverage.look(model, example, norms=False)}
     if kind in ("transformer", "hybrid") or "convnext" in name:
-        row["stream"] = coverage.look(model, example, norms=True)
-    assert coverage.passed(row), {key: row[key] for key in row if key != "reasons"}
-    assert coverage.small_enough(row) == (name not in NOT_LOW), row["macs"]
+        row["stream"] = model_coverage.look(model, example, norms=True)
+    assert coverage_page.passed(row), {key: row[key] for key in row if key != "reasons"}
+    assert coverage_page.small_enough(row) == (name not in NOT_LOW), row["macs"]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from polarprune.experiments import source
-from polarprune.experiments.source import VARIABLE, commit
+from polarprune.experiments.runs import source
+from polarprune.experiments.runs.source import VARIABLE, commit
 
 
 def git(folder: Path, *arguments: str) -> str:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-
-import figures
-import steering
-import steering_page
+from benchmarks.measure import steering
+from benchmarks.pages import figures
+from benchmarks.pages import steering as steering_page
 from polarprune import Schedule
-from polarprune.experiments.data import Images
+from polarprune.experiments.data.cifar10 import Images
 
 
 @pytest.fixture
@@ -116,11 +113,12 @@ def test_every_part_of_the_claim_can_fail(part: str) -> None:
 def test_the_sentences_name_the_worst_and_its_cause() -> None:
     rows = [stored(), stored(below_path=2.3), stored(above_path=2.5, channels_in_it=3)]
     said = steering_page.verdict(rows)
-    assert "The baselines reach 70.0% to 70.0%" in steering_page.scale(rows)
-    assert "of the path in 1 (largest distance 2.50)" in said and "before in 3" in said
+    assert "an accuracy of 70.0% to 70.0%" in steering_page.scale(rows)
+    assert "of the path in 1 runs (largest distance 2.50)" in said
+    assert "previous epoch in 3 runs" in said
     assert steering_page.cause(rows[:1]) == []
     (why,) = steering_page.cause(rows)
-    assert "the 2 runs that leave the path, 1 are below" in why
+    assert "the 2 runs that leave the path, 1 fall below" in why
     assert "In 1 of them" in why and "2.40 to 2.40 points" in why
     assert "single channel" not in steering_page.cause(rows[2:])[0]
 
@@ -143,12 +141,12 @@ def test_the_cut_at_the_deadline_is_read_from_the_logs(
 ) -> None:
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     assert steering_page.earlier() == [
-        f"The runs of the paper's table are not stored: {steering_page.HEADLINES[0]}."
+        f"A run of the paper's table is not stored: {steering_page.HEADLINES[0]}."
     ]
     for number, name in enumerate(steering_page.HEADLINES):
         headline(tmp_path, name, 10.0 + number)
     said, table, _ = steering_page.earlier()
-    assert "10.0 to 15.0 points of the MACs went in that one epoch" in said
+    assert "10.0 to 15.0 points of the MACs in a single epoch" in said
     assert "| 5 | 96.00 % | 86.00 % | 10.00 | 1.00 | 0.25 | 0.20 |" in table
     figure = steering_page.headline()
     assert len(figure.axes) == 4 * len(steering_page.HEADLINES)

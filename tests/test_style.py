@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +10,24 @@ import numpy
 import pytest
 import torch
 from PIL import Image
+from polarprune.experiments.runs.pruned_file import rebuild
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
 import polarprune as pp
+from benchmarks.measure.import_torchvision import import_torchvision
 from polarprune.cli.app import app
-from polarprune.experiments import networks, style
-from polarprune.experiments.kinds import open_data
-from polarprune.experiments.networks import VGG
-from polarprune.experiments.recipes import RECIPES, Recipe
-from polarprune.experiments.run import Run, rebuilt
-from polarprune.experiments.style import Features, StyleNet, gram, open_style
+from polarprune.experiments.data import style
+from polarprune.experiments.data.style import Features, gram, open_style
+from polarprune.experiments.data.table import open_data
+from polarprune.experiments.networks.small_images import VGG
+from polarprune.experiments.networks.style import StyleNet
+from polarprune.experiments.networks.table import NETWORKS
+from polarprune.experiments.presets import PRESETS
+from polarprune.experiments.runs.run import Run
+from polarprune.experiments.settings import Settings
 from polarprune.surgery.proof import count_macs
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-
-from coverage_models import import_torchvision
 from test_stalls import NoReading
 
 
@@ -53,10 +53,12 @@ def photos(folder: Path, train: int = 8, val: int = 3) -> Path:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(style, "SIDE", 32)
-    monkeypatch.setitem(networks.NETWORKS, "tiny", lambda: StyleNet(4, 1))
-    tiny = Recipe("tiny", "style", baseline_epochs=6, epochs=3, batch=4, baseline_lr=3e-3, lr=1e-3,
-                  warm_up=0, optimizer="adam", weight_decay=0)  # fmt: skip
-    monkeypatch.setitem(RECIPES, "tiny", tiny)
+    monkeypatch.setitem(NETWORKS, "tiny", lambda: StyleNet(4, 1))
+    rates = {"baseline_lr": 3e-3, "lr": 1e-3, "warm_up": 0, "weight_decay": 0}
+    tiny = Settings(
+        "tiny", "style", baseline_epochs=6, epochs=3, batch=4, optimizer="adam", **rates
+    )
+    monkeypatch.setitem(PRESETS, "tiny", tiny)
 
 
 def test_the_network_is_that_of_johnson_and_all_of_it_may_be_pruned() -> None:
@@ -90,7 +92,7 @@ def test_weights_of_a_vgg_without_norms_fit_too() -> None:
 
 def test_a_pruned_vgg_sees_too() -> None:
     file = Path(__file__).parent.parent / "zoo" / "vgg16-31.safetensors"
-    whole = rebuilt(file)[0].eval()
+    whole = rebuild(file)[0].eval()
     x = torch.zeros(1, 3, 32, 32) + 255 * torch.tensor(style.MEAN)[:, None, None]
     seen = Features(load_file(str(file)))(x)
     assert seen[3].allclose(whole.features[:33](torch.zeros(1, 3, 32, 32)), atol=1e-5)  # type: ignore[operator]
@@ -103,10 +105,10 @@ def test_how_often_features_occur_together() -> None:
 
 def test_the_style_itself_lacks_only_the_content(tmp_path: Path) -> None:
     task: Any = open_data(f"style:{photos(tmp_path)}")
-    own = style._floats(style.square(tmp_path / "style.jpg")[None])
-    other = style._floats(task.test[:1])
-    assert float(task.apart(own, own)) < 1e-3 * float(task.apart(other, other))
-    assert float(task.apart(other, own)) > float(task.apart(other, other))
+    own = style.as_input(style.read_square(tmp_path / "style.jpg")[None])
+    other = style.as_input(task.test[:1])
+    assert float(task.perceptual_loss(own, own)) < 1e-3 * float(task.perceptual_loss(other, other))
+    assert float(task.perceptual_loss(other, own)) > float(task.perceptual_loss(other, other))
     assert task.counts == (8, 3) and task.held_out(2).counts == (6, 2)
 
 
@@ -122,7 +124,7 @@ def test_a_run_ends_on_its_budget_with_the_same_pictures(tmp_path: Path) -> None
     assert losses[1] == pytest.approx(losses[2], rel=1e-4)
     rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     assert rows[5]["loss"] < 0.9 * rows[0]["loss"]
-    found, _ = rebuilt(out / "small.safetensors")
+    found, _ = rebuild(out / "small.safetensors")
     task = open_data(data)
     assert task.score(task.answers(found)) == pytest.approx(card["perceptual loss"])
     assert count_macs(found, torch.randn(1, 3, 32, 32)) == card["macs"]
@@ -132,8 +134,8 @@ def test_a_run_ends_on_its_budget_with_the_same_pictures(tmp_path: Path) -> None
 
 def test_pictures_that_differ_are_not_the_same(tmp_path: Path) -> None:
     task = open_style(photos(tmp_path))
-    run = Run(RECIPES["tiny"], task, tmp_path / "out")
-    pictures = task.answers(run.fresh())
+    run = Run(PRESETS["tiny"], task, tmp_path / "out")
+    pictures = task.answers(run.new_network())
     assert task.same(pictures, pictures + 0.4) and not task.same(pictures, pictures + 0.6)
 
 
@@ -153,10 +155,10 @@ def test_other_weights_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_step_can_be_captured(tmp_path: Path) -> None:
-    tiny = RECIPES["tiny"]
+    tiny = PRESETS["tiny"]
     run = Run(tiny, open_style(photos(tmp_path)), tmp_path / "out")
     run.batches.shuffle()
-    model, teacher = run.fresh(), run.fresh()
+    model, teacher = run.new_network(), run.new_network()
     with NoReading():  # all of it but Adam, which counts on the host where there is no GPU
         x, y = run.batches.next()
         run.batches.loss(model(x), y, teacher(x), tiny).backward()

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from polarprune.experiments.runs.pruned_file import rebuild
 from torch import nn
 
 import polarprune as pp
-from polarprune.experiments.networks import NETWORKS
-from polarprune.experiments.run import rebuilt
+from polarprune.experiments.networks.table import NETWORKS
 from polarprune.surgery.proof import count_macs
 
 ROOT = Path(__file__).parent.parent
@@ -28,7 +28,7 @@ def test_there_are_models() -> None:
 def test_a_shipped_model_is_what_its_card_says(file: Path) -> None:
     card = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))
     assert hashlib.sha256(file.read_bytes()).hexdigest() == card["sha256"]
-    model, inside = rebuilt(file)
+    model, inside = rebuild(file)
     assert {key: inside[key] for key in inside} == {key: card[key] for key in inside}
     image = torch.zeros(1, 3, 32, 32)
     whole = count_macs(NETWORKS[card["network"]](), image)
@@ -44,11 +44,11 @@ def test_a_shipped_model_is_what_its_card_says(file: Path) -> None:
 
 def test_a_file_with_the_old_name_of_a_network_is_refused(tmp_path: Path) -> None:
     file = ROOT / "zoo" / "mobilenetv2_88m-54.safetensors"
-    model, card = rebuilt(file)
+    model, card = rebuild(file)
     old = tmp_path / "old.safetensors"
     pp.save(model, old, card={**card, "network": "mobilenetv2"})
     with pytest.raises(pp.PruneError, match="now called 'mobilenetv2_88m'"):
-        rebuilt(old)
+        rebuild(old)
     image = torch.randn(1, 3, 32, 32)
     again = pp.load(old, model=NETWORKS["mobilenetv2_88m"]())
     assert torch.equal(again.eval()(image), model.eval()(image))
@@ -66,4 +66,4 @@ def test_a_card_of_any_form_is_refused_with_one_error(card: dict[str, Any], tmp_
     graph = pp.trace(model, torch.zeros(1, 3))
     pp.save(pp.shrink(model, graph, {"0": [1]}), tmp_path / "small.safetensors", card=card)
     with pytest.raises(pp.PruneError, match="its card"):
-        rebuilt(tmp_path / "small.safetensors")
+        rebuild(tmp_path / "small.safetensors")

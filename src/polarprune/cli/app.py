@@ -18,8 +18,9 @@ from torch import nn
 from ..analysis.trace import trace
 from ..cost.timing import Timing, environment, side_by_side
 from ..errors import PruneError
-from ..experiments.networks import NETWORKS
-from ..experiments.run import make_folder, rebuilt, replacing, write_text
+from ..experiments.networks.table import NETWORKS
+from ..experiments.runs.files import make_folder, replacing, write_text
+from ..experiments.runs.pruned_file import rebuild
 from ..files.deployment import FORMATS, deploy
 from ..files.model_file import load, read_card, save
 from ..report.plots import save_gate_histogram
@@ -128,7 +129,7 @@ def export(
             raise PruneError(
                 f"{file}: it is of no network known here: say what makes it (--model)."
             )
-        small = load(file, model=_made(model)) if model else rebuilt(file)[0]
+        small = load(file, model=_made(model)) if model else rebuild(file)[0]
         apart, any_size = deploy(small, _inputs(shape), to)
     except PruneError as error:
         fail(error)

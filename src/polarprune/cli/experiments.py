@@ -13,20 +13,22 @@ import typer
 from rich.table import Table
 
 from ..errors import PruneError
-from ..experiments import methods
-from ..experiments.kinds import KINDS, open_data
-from ..experiments.processes import joined, rank_and_count
-from ..experiments.recipes import RECIPES, Recipe, recipe
-from ..experiments.run import Run, read_json, rebuilt, replacing, write_json
-from ..experiments.task import Task
+from ..experiments.data.table import DATA_SETS, open_data
+from ..experiments.data.task import Task
+from ..experiments.methods.table import ALL_METHODS, check
+from ..experiments.presets import PRESETS, preset
+from ..experiments.processes import process_group, rank_and_count
+from ..experiments.runs.files import read_json, replacing, write_json
+from ..experiments.runs.prune import prune
+from ..experiments.runs.pruned_file import rebuild
+from ..experiments.runs.run import Run
+from ..experiments.settings import Settings
 from ..report.plots import save_curve
 from .console import bar, console, device_of, fail, line
 
-Network = Annotated[str, typer.Argument(help="a recipe: " + ", ".join(RECIPES))]
-DataName = Annotated[str, typer.Option(help=", ".join(f"{kind}:DIR" for kind in KINDS))]
-MethodName = Annotated[
-    str, typer.Option(help="gdp is ours; to compare: " + ", ".join(methods.EVERY))
-]
+Network = Annotated[str, typer.Argument(help="a recipe: " + ", ".join(PRESETS))]
+DataName = Annotated[str, typer.Option(help=", ".join(f"{kind}:DIR" for kind in DATA_SETS))]
+MethodName = Annotated[str, typer.Option(help="gdp is ours; to compare: " + ", ".join(ALL_METHODS))]
 Baseline = Annotated[
     Path | None, typer.Option(help="weights of the whole network; trained and written there")
 ]
@@ -70,7 +72,7 @@ def train(
     given = {key: limit for key, limit in limits.items() if limit is not None}
     try:
         if given:
-            methods.check(method, given)
+            check(method, given)
         wanted, found = _prepared(network, data, change, seed, hold_out)
         if dry_run < 0:
             raise PruneError(f"--dry-run {dry_run}: give a number of steps.")
@@ -96,10 +98,10 @@ def train(
 
 def _prepared(
     network: str, data: str, change: list[str] | None, seed: int | None, hold_out: int
-) -> tuple[Recipe, Task]:
+) -> tuple[Settings, Task]:
     """The recipe with its changes, and the data it is for."""
     own = {} if seed is None else {"seed": seed}
-    wanted = recipe(network, **{**_changes(change or []), **own})
+    wanted = preset(network, **{**_changes(change or []), **own})
     found = open_data(data, wanted)
     if not 0 <= hold_out < found.counts[0]:
         raise PruneError(
@@ -112,7 +114,7 @@ def _prepared(
 @contextmanager
 def _shown(device: str) -> Iterator[tuple[str, Callable[[dict[str, Any]], None]]]:
     """The device of this process, and what shows a row of a log."""
-    with joined(device_of(device)) as here, bar() as shown:
+    with process_group(device_of(device)) as here, bar() as shown:
         console.quiet = rank_and_count()[0] > 0
         task = shown.add_task("starting", total=None, info="", visible=False)
 
@@ -142,7 +144,7 @@ def _pruned(
     run.check(given, baseline)
     model = run.baseline(baseline, start)
     if given:
-        return methods.prune(run, model, method, **given)
+        return prune(run, model, method, **given)
     console.print(f"baseline: {run.data.shown(run.score(model))}", markup=False)
     return None
 
@@ -195,7 +197,7 @@ def sweep(
     """Prune one network to several budgets: what is left of its score at each of them."""
     try:
         for share in macs:
-            methods.check(method, {"macs": share})
+            check(method, {"macs": share})
         wanted, found = _prepared(network, data, change, seed, hold_out)
         with _shown(device) as (here, show):
             first = Run(wanted, found, out, device=here, progress=show)
@@ -244,11 +246,11 @@ def evaluate(
 ) -> None:
     """Rebuild a pruned network from its file and score it."""
     try:
-        model, card = rebuilt(file)
+        model, card = rebuild(file)
         device = device_of(device)
         recipe = card.get("recipe")
         kind = recipe.get("data", "cifar10") if isinstance(recipe, dict) else "cifar10"
-        task = open_data(data, Recipe(card["network"], kind)).to(device)
+        task = open_data(data, Settings(card["network"], kind)).to(device)
         start = time.perf_counter()
         found = task.score(task.answers(model.to(device)))
     except PruneError as error:

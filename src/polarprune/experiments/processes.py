@@ -1,4 +1,7 @@
-"""One process, or several that `torchrun` started: each has its GPU, the first one writes."""
+"""Several training processes, started by `torchrun`: one GPU each, and only the first one writes.
+
+Every function also works in a single process, where it does nothing or returns its argument.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from torch import Tensor, distributed, nn
 
 
 @contextmanager
-def joined(device: str) -> Iterator[str]:
-    """Meet the others, if there are any; the device of this process."""
+def process_group(device: str) -> Iterator[str]:
+    """Context manager: join the other processes, if any, and yield the device of this one."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         yield device
         return
@@ -28,35 +31,37 @@ def joined(device: str) -> Iterator[str]:
 
 
 def rank_and_count() -> tuple[int, int]:
-    """The number of this process, and how many there are."""
+    """Return the rank of this process and the number of processes."""
     if not distributed.is_initialized():
         return 0, 1
     return distributed.get_rank(), distributed.get_world_size()
 
 
-def summed(tensor: Tensor) -> Tensor:
-    """Over all processes."""
+def sum_over_processes(tensor: Tensor) -> Tensor:
+    """Sum a tensor over all processes, in place, and return it."""
     if distributed.is_initialized():
         distributed.all_reduce(tensor)
     return tensor
 
 
-def agreed(tensor: Tensor) -> Tensor:
-    """What the first process has."""
+def from_first_process(tensor: Tensor) -> Tensor:
+    """Overwrite a tensor with that of the first process, and return it."""
     if distributed.is_initialized():
         distributed.broadcast(tensor, 0)
     return tensor
 
 
-def agree(model: nn.Module) -> None:
-    """On the buffers of the first process: each has statistics of its own batches, and they are
-    copied at the next step only."""
-    if distributed.is_initialized():
-        for buffer in model.buffers():
-            distributed.broadcast(buffer, 0)
+def share_buffers(model: nn.Module) -> None:
+    """Overwrite all buffers with those of the first process.
+
+    Batch norms have statistics of the batches of their own process, and DistributedDataParallel
+    copies them only at the next step.
+    """
+    for buffer in model.buffers():
+        from_first_process(buffer)
 
 
 def wait_for_all() -> None:
-    """The first writes what the others read."""
+    """Wait until all processes are here, so that they can read what the first one wrote."""
     if distributed.is_initialized():
         distributed.barrier()

@@ -1,0 +1,348 @@
+"""Runs the experiments of docs/results.md: the paper's tables, other methods, ablations.
+
+Each is a call of `polarprune train` in its own process, which resumes from its last checkpoint if
+it was interrupted. Cards and logs are stored in results/, published models in zoo/. Several can
+run at once, because a small network does not fill a GPU (with NVIDIA's multi-process service).
+
+    python -m benchmarks.measure.experiments --list
+    python -m benchmarks.measure.experiments --data cifar10:DIR --data voc:DIR  # all with this data
+    python -m benchmarks.measure.experiments --data cifar10:DIR resnet56-47 --together 3
+    python -m benchmarks.measure.experiments --data cifar10:DIR search paper  # the paper's settings
+"""
+
+import argparse
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.measure.lambda_search import lambda_for
+from benchmarks.store import ROOT
+from polarprune import Schedule
+from polarprune.experiments.methods.table import METHODS
+from polarprune.experiments.presets import PRESETS
+from polarprune.files.model_file import read_card
+
+KEPT = ("card.json", "log.jsonl")
+KEPT_OF_BASELINE = ("run.json", "log.jsonl")
+BASELINE = "baseline.safetensors"
+
+
+class Experiment(NamedTuple):
+    """A call of `polarprune train`; without a budget or λ, it trains a baseline only.
+
+    `after` names the experiment whose baseline is pruned, `start` the one whose baseline has the
+    initial weights of this one's baseline.
+    """
+
+    preset: str
+    macs: float = 0.0
+    seed: int = 0
+    method: str = "gdp"
+    after: str = ""
+    tune: int = 0  # epochs of fine-tuning, after the model was scored and written
+    ships: str = ""  # the model's name in zoo/
+    lam: float = 0.0  # instead of a budget
+    change: tuple[str, ...] = ()  # of the preset
+    start: str = ""
+    keeps: bool = False  # stores its baseline in results/, for others to start from
+    hold_out: int = 0  # training images that are scored instead of the test set
+    aim: float = 0.0  # remaining MACs; λ is estimated from the runs of `search`
+    search: str = ""  # how the names of these runs start
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether nothing is pruned."""
+        return not (self.macs or self.lam or self.aim)
+
+    @property
+    def kind(self) -> str:
+        """The kind of its data."""
+        return PRESETS[self.preset].data
+
+    def arguments(self, data: str, given: argparse.Namespace, name: str) -> list[str]:
+        goal = [part for key in ("macs", "lam") if getattr(self, key)
+                for part in (f"--{key}", str(getattr(self, key)))]  # fmt: skip
+        if self.aim:
+            goal += ["--lam", f"{self.found_lambda(given.results):.4g}"]
+        if self.start:
+            goal += ["--start", str(baseline(self.start, given))]
+        if self.hold_out:
+            goal += ["--hold-out", str(self.hold_out)]
+        changes = [f"tune_epochs={self.tune}", *self.change]
+        return [
+            "train", self.preset, "--data", data, *goal, "--seed", str(self.seed),
+            "--method", self.method, "--out", str(given.runs / name),
+            "--baseline", str(baseline(self.after or name, given)),
+            *(part for change in changes for part in ("--set", change)),
+        ]  # fmt: skip
+
+    def found_lambda(self, folder: Path) -> float:
+        """Return the λ that should leave `aim`, estimated from stored short runs."""
+        files = folder.glob(f"{self.search}*/card.json")
+        return lambda_for(self.aim, [json.loads(f.read_text(encoding="utf-8")) for f in files],
+                          PRESETS[self.preset].epochs)  # fmt: skip
+
+
+COMMON = "baseline-resnet56"
+IMAGES = 50000  # of CIFAR-10, to learn from
+COMPARED, TUNED = 100, 20  # epochs, where methods are compared: with them, and of fine-tuning
+SHORT, TUNED_SHORT, PAPER = 20, 10, 140  # epochs: of an ablation, tuning it, and the paper's
+LAMBDAS = (1, 2, 3, 4, 6, 8, 10)
+DECAYS = (0.86, 0.88, 0.90, 0.92, 0.94, 0.96)  # of ε, an epoch
+STARTS, DECAY = (0.02, 0.05, 0.2, 0.5), 0.92  # of ε; one of the decays starts at 0.1
+ALPHAS = (1.0, 0.5, 0.25)
+NORMS = (("l1", 4), ("l0", 4), ("l0", 200))  # of the proximal step, and λ
+NAIVE = (1, 10, 30, 100)  # λ
+STRONG = (("slimming", 1e-4), ("torch-pruning", 5e-4))  # authors' for VGG, and at their rates
+VOC = (38, 23, 12, 5)  # percent, near the paper's
+LAMBDA = 4  # of all ablations in plain mode
+SEARCHED = (0.5, 1, 2, 4, 8)  # λ of the short runs from which that of a long one is read
+PAPER_DECAY, PAPER_EPOCHS = 0.96, 350  # of ε an epoch, on CIFAR-10
+NETWORKS = ("resnet56", "vgg16", "mobilenetv2")
+CLAIMS = (("resnet56", 0.4665), ("resnet56", 0.3436), ("vgg16", 0.3055), ("mobilenetv2", 0.5378))
+
+
+def short(*change: str, **options: Any) -> Experiment:
+    """An ablation: a few epochs from the baseline of the table, without a teacher."""
+    changes = (f"epochs={SHORT}", "distill=0", *change)
+    usual = {"after": COMMON, "change": changes}
+    return Experiment(
+        "resnet56", **{"macs": 0.0 if "lam" in options else 0.4665, **usual, **options}
+    )
+
+
+def plain(*change: str, decay: float = DECAY, **options: Any) -> Experiment:
+    """An ablation in the paper's plain mode: a fixed λ and the proximal step as published.
+
+    ε falls once an epoch, and ends where it did in the paper's longer runs.
+    """
+    schedule = as_published(decay ** (PAPER / SHORT), IMAGES // PRESETS["resnet56"].batch)
+    return short(*schedule, *change, **{"lam": LAMBDA, **options})
+
+
+def as_published(decay: float, every: int) -> tuple[str, ...]:
+    """Return `Schedule.paper` as changes of a preset."""
+    wanted = asdict(Schedule.paper(decay=decay, every=every))
+    return tuple(f"schedule.{key}={json.dumps(value)}" for key, value in wanted.items()
+                 if value != getattr(Schedule(), key))  # fmt: skip
+
+
+def compared(method: str, *change: str) -> Experiment:
+    """A run that compares a method with the others."""
+    changes = (f"epochs={COMPARED}", *change)
+    return Experiment("resnet56", 0.4665, method=method, after=COMMON, tune=TUNED, change=changes)
+
+
+EXPERIMENTS = {
+    COMMON: Experiment("resnet56", keeps=True),
+    **{
+        f"resnet56-47-seed{seed}": Experiment(
+            "resnet56", 0.4665, seed, ships="" if seed else "resnet56-47"
+        )
+        for seed in range(3)
+    },
+    "resnet56-34": Experiment("resnet56", 0.3436, after="resnet56-47-seed0", ships="resnet56-34"),
+    "vgg16-31": Experiment("vgg16", 0.3055, ships="vgg16-31"),
+    "mobilenetv2-54": Experiment("mobilenetv2", 0.5378, ships="mobilenetv2-54"),
+    "mobilenetv2_88m-54": Experiment("mobilenetv2_88m", 0.5378, ships="mobilenetv2_88m-54"),
+    **{
+        f"resnet56-47-{method}": compared(method) for method in ("gdp", *METHODS)
+    },
+    **{
+        f"resnet56-47-strong-{method}": compared(
+            method, f"controls.{method.replace('-', '_')}={strength}"
+        )
+        for method, strength in STRONG
+    },
+    "voc-backbone": Experiment("deeplab_backbone"),
+    **{
+        f"voc-{percent}": Experiment(
+            "deeplabv3plus-scratch", percent / 100,
+            **({"start": "voc-backbone"} if percent == VOC[0] else {"after": f"voc-{VOC[0]}"}),
+        )
+        for percent in VOC
+    },
+    "style-48": Experiment("stylenet", 0.48),
+    **{  # to choose numbers by
+        f"held-out-mobilenetv2_88m-{decay}": Experiment(
+            "mobilenetv2_88m", hold_out=5000,
+            change=(f"baseline_epochs={2 * SHORT}", f"weight_decay={decay}"),
+        )
+        for decay in (0.0001, 0.0002, 0.0005)
+    },
+    "ablation-reference": short("scored=1"),
+    **{f"ablation-again{seed}": short(seed=seed) for seed in (1, 2)},  # how far runs differ
+    "ablation-scratch": short("baseline_epochs=0", after=""),
+    "ablation-sweeps3": short("schedule.sweeps=3"),
+    "ablation-kernel-gates": short(method="kernel-gates"),
+    **{
+        f"ablation-naive-sl0-{lam}": short(f"controls.naive_sl0={lam}", method="naive-sl0")
+        for lam in NAIVE
+    },
+    **{f"ablation-lam{lam}": short(lam=lam, tune=TUNED_SHORT) for lam in LAMBDAS},
+    **{  # ε ends where it did in the paper's longer runs
+        f"ablation-decay{decay:.2f}": short(f"schedule.eps_end={0.1 * decay**PAPER}")
+        for decay in DECAYS
+    },
+    **{
+        f"ablation-eps{eps}": short(
+            f"schedule.eps_start={eps}", f"schedule.eps_end={eps * DECAY**PAPER}"
+        )
+        for eps in STARTS
+    },
+    **{
+        f"ablation-{norm}-lam{lam}-alpha{alpha}": short(
+            f"schedule.relaxed={json.dumps(norm == 'l1')}", f"schedule.alpha_start={alpha}",
+            f"schedule.eps_start={0.1 * alpha**2}", lam=lam,
+        )
+        for norm, lam in NORMS for alpha in ALPHAS
+    },
+    # the same in the paper's plain mode
+    "plain-reference": plain(tune=TUNED_SHORT),
+    **{f"plain-again{seed}": plain(seed=seed) for seed in (1, 2)},
+    "plain-scratch": plain("baseline_epochs=0", after=""),
+    "plain-sweeps3": plain("schedule.sweeps=3"),
+    "plain-kernel-gates": plain(f"controls.kernel_lam={LAMBDA}", method="kernel-gates", lam=0.0,
+                                macs=0.4665),
+    **{f"plain-lam{lam}": plain(lam=lam, tune=TUNED_SHORT) for lam in LAMBDAS},
+    **{f"plain-decay{decay:.2f}": plain(decay=decay) for decay in DECAYS},
+    **{f"plain-eps{eps}": plain(f"schedule.eps_start={eps}") for eps in STARTS},
+    **{
+        f"plain-{norm}-lam{lam}-alpha{alpha}": plain(
+            f"schedule.relaxed={json.dumps(norm == 'l1')}", f"schedule.alpha_start={alpha}",
+            f"schedule.eps_start={0.1 * alpha**2}", lam=lam,
+        )
+        for norm, lam in NORMS for alpha in ALPHAS
+    },
+    # the paper's full training: a baseline, short runs that find λ, plain mode, and a budget
+    **{f"paper-{network}": Experiment(f"{network}-plain") for network in NETWORKS},
+    **{
+        f"search-{network}-lam{lam}": Experiment(
+            f"{network}-plain", lam=lam, after=f"paper-{network}",
+            change=(f"epochs={SHORT}", f"schedule.decay={PAPER_DECAY ** (PAPER_EPOCHS / SHORT)}"),
+        )
+        for network in NETWORKS for lam in SEARCHED
+    },
+    **{
+        f"paper-{network}-{100 * aim:.0f}-plain": Experiment(
+            f"{network}-plain", aim=aim, search=f"search-{network}-lam", after=f"paper-{network}",
+        )
+        for network, aim in CLAIMS
+    },
+    **{
+        f"paper-{network}-{100 * macs:.0f}-budget": Experiment(
+            f"{network}-paper", macs, after=f"paper-{network}"
+        )
+        for network, macs in CLAIMS
+    },
+}  # fmt: skip
+
+
+def wanted(names: Iterable[str]) -> list[str]:
+    """Return the experiments whose names start like these; those that others need come first."""
+    found = [name for name in EXPERIMENTS if not names or name.startswith(tuple(names))]
+    return sorted(found, key=lambda name: bool(needs(name)))
+
+
+def needs(name: str) -> str:
+    """Return the experiment whose baseline this one needs."""
+    return EXPERIMENTS[name].after or EXPERIMENTS[name].start
+
+
+def baseline(name: str, given: argparse.Namespace) -> Path:
+    """Return where the baseline of an experiment is, or will be."""
+    kept: Path = given.results / name / BASELINE
+    return kept if kept.exists() else given.runs / name / BASELINE
+
+
+def ready(name: str, given: argparse.Namespace) -> bool:
+    """Return whether the baseline and the runs that an experiment needs exist."""
+    search = EXPERIMENTS[name].search
+    runs = [other for other in EXPERIMENTS if search and other.startswith(search)]
+    found = all((given.results / run / "card.json").exists() for run in runs)
+    return found and (not needs(name) or baseline(needs(name), given).exists())
+
+
+def start(name: str, given: argparse.Namespace) -> "subprocess.Popen[str]":
+    folder = given.runs / name
+    folder.mkdir(parents=True, exist_ok=True)
+    experiment = EXPERIMENTS[name]
+    arguments = experiment.arguments(given.folders[experiment.kind], given, name)
+    changes = [part for change in given.set for part in ("--set", change)]
+    with (folder / "output.txt").open("a") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "polarprune", *arguments, *changes],
+            stdout=output, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+
+def keep(name: str, given: argparse.Namespace) -> None:
+    """Copy the files of a finished run to results/ and zoo/."""
+    folder, kept = given.runs / name, given.results / name
+    kept.mkdir(parents=True, exist_ok=True)
+    done = EXPERIMENTS[name]
+    files = KEPT_OF_BASELINE if done.is_baseline else KEPT
+    for file in (*files, BASELINE) if done.keeps else files:
+        if (folder / file).exists():  # a baseline that is kept is not trained again
+            shutil.copy(folder / file, kept / file)
+    ships = done.ships
+    if ships:
+        given.zoo.mkdir(parents=True, exist_ok=True)
+        file = given.zoo / f"{ships}.safetensors"
+        shutil.copy(folder / "small.safetensors", file)
+        sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+        card = {**read_card(file), "log": f"results/{name}/log.jsonl", "sha256": sha256}
+        file.with_suffix(".json").write_text(json.dumps(card, indent=1) + "\n")
+
+
+def run(given: argparse.Namespace) -> int:
+    waiting, running, failed = given.wanted, {}, 0
+    while waiting or running:
+        for name, process in list(running.items()):
+            if process.poll() is not None:
+                del running[name]
+                if process.returncode == 0:
+                    keep(name, given)
+                failed += process.returncode != 0
+                print(f"{name}: {'done' if process.returncode == 0 else 'failed'}", flush=True)
+        able = [name for name in waiting if ready(name, given)]
+        if waiting and not able and not running:
+            print(f"no baseline, or no λ, for {', '.join(waiting)}", flush=True)
+            return 1
+        for name in able[: given.together - len(running)]:
+            waiting.remove(name)
+            running[name] = start(name, given)
+        time.sleep(1)
+    return failed
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("names", nargs="*", help="how the names of experiments begin; all, if none")
+    parser.add_argument("--data", action="append", default=[], help="cifar10:DIR; several times")
+    parser.add_argument("--together", type=int, default=1, help="how many at once")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "experiments")
+    parser.add_argument("--results", type=Path, default=ROOT / "results")
+    parser.add_argument("--zoo", type=Path, default=ROOT / "zoo")
+    parser.add_argument("--set", action="append", default=[], help="as in `polarprune train`")
+    parser.add_argument("--list", action="store_true")
+    given = parser.parse_args(arguments)
+    if given.list:
+        print("\n".join(wanted(given.names)))
+        return 0
+    given.folders = {name.partition(":")[0]: name for name in given.data}
+    given.wanted = [n for n in wanted(given.names) if EXPERIMENTS[n].kind in given.folders]
+    if not given.wanted:
+        parser.error("no experiment has that name and these --data")
+    return run(given)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""torchvision, also where its compiled operators do not load: plain ones replace them then."""
+
+import sys
+from typing import Any
+
+
+def import_torchvision() -> Any:
+    """Where its compiled part does not load, its operators are replaced by plain ones."""
+    try:
+        import torchvision
+    except (RuntimeError, ImportError, OSError):
+        import torch
+
+        library = torch.library.Library("torchvision", "DEF")
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        library.define(
+            "roi_align(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, "
+            "SymInt pooled_width, int sampling_ratio, bool aligned) -> Tensor"
+        )
+        library.impl("nms", plain_nms, "CPU")
+        library.impl("roi_align", plain_roi_align, "CPU")
+        globals()["_library"] = library  # kept alive
+        import torchvision
+
+        for module in ("torchvision.extension", "torchvision.ops.roi_align"):
+            sys.modules[module]._has_ops = lambda: True  # type: ignore[attr-defined]
+    return torchvision
+
+
+def plain_nms(dets: Any, scores: Any, iou_threshold: float) -> Any:
+    """Indices of the boxes that stay, best first."""
+    import torch
+    from torchvision.ops import box_iou
+
+    order = scores.argsort(descending=True, stable=True)
+    close = box_iou(dets[order], dets[order]) > iou_threshold
+    gone = torch.zeros(len(order), dtype=torch.bool)
+    for place in range(len(order)):
+        if not gone[place]:
+            gone[place + 1 :] |= close[place, place + 1 :]
+    return order[~gone]
+
+
+def plain_roi_align(
+    image: Any, rois: Any, scale: float, height: int, width: int, ratio: int, aligned: bool
+) -> Any:
+    """Bilinear samples averaged in bins: on an upright grid, one matrix per axis and box."""
+    import torch
+
+    out = image.new_zeros(len(rois), image.shape[1], height, width)
+    for k, (index, *box) in enumerate(rois.tolist()):
+        left, top, right, bottom = (side * scale - 0.5 * aligned for side in box)
+        rows = _samples(top, bottom, height, image.shape[2], ratio, aligned).to(image)
+        columns = _samples(left, right, width, image.shape[3], ratio, aligned).to(image)
+        out[k] = torch.einsum("ph,chw,qw->cpq", rows, image[int(index)], columns)
+    return out
+
+
+def _samples(start: float, end: float, bins: int, pixels: int, ratio: int, aligned: bool) -> Any:
+    """(bins, pixels): how much each pixel counts in each bin of one axis."""
+    import torch
+
+    length = end - start if aligned else max(end - start, 1.0)
+    per_bin = ratio if ratio > 0 else max(1, -int(-length // bins))
+    steps = (torch.arange(bins * per_bin, dtype=torch.float64) + 0.5) / (bins * per_bin)
+    at = start + length * steps
+    inside = (at >= -1) & (at <= pixels)
+    gap = at.clamp(0, pixels - 1)[:, None] - torch.arange(pixels, dtype=torch.float64)
+    weights = (1 - gap.abs()).clamp(min=0) * inside[:, None]
+    return weights.view(bins, per_bin, pixels).mean(1)

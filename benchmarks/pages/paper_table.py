@@ -1,0 +1,140 @@
+"""The table of docs/results.md and README.md that puts our runs beside the paper's results."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from benchmarks.pages.figures import PAPER
+from benchmarks.pages.run_conditions import NETWORK_NAMES, OTHER_NETWORKS, differences
+from benchmarks.pages.segmentation_and_style import NOT_RUN
+from benchmarks.pages.stored_runs import (
+    TEST_SET,
+    StoredRun,
+    grouped,
+    mean_and_deviation,
+    mean_score,
+)
+from polarprune.experiments.presets import PRESETS
+
+
+class Claim(NamedTuple):
+    """A row of the paper's table for CIFAR-10, in percent."""
+
+    network: str
+    baseline: float
+    macs: float
+    accuracy: float
+
+    def matches(self, run: StoredRun) -> bool:
+        """Return whether a run has the network and the budget of this row."""
+        budget = {key: round(100 * share, 4) for key, share in run.card["budget"].items()}
+        return run.network == self.network and budget == {"macs": self.macs}
+
+
+CLAIMS = [
+    Claim(network, row["baseline"], row["ratio"], row["accuracy"])
+    for network in NETWORK_NAMES
+    for row in sorted(PAPER["cifar10"][network], key=lambda row: -float(row["ratio"]))
+    if row["method"] == "GDP"
+]
+
+
+def is_other_network(run: StoredRun) -> bool:
+    """Return whether a run of ours has a network that the paper does not have."""
+    return run.is_tabled and run.network in OTHER_NETWORKS
+
+
+def table(runs: list[StoredRun]) -> list[str]:
+    """Return the lines of the table."""
+    lines = [
+        "| network | paper: baseline | FLOPs left | pruned | change | ours: baseline | MACs left | "
+        "after removal | change | runs |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for claim in CLAIMS:
+        own = [run for run in runs if run.is_tabled and claim.matches(run)]
+        kinds = grouped(own, lambda run: run.settings("tune", "controls"))
+        for kind in kinds or [[]]:
+            lines.append(_claim_row(claim, kind, several=len(kinds) > 1))
+    for kind in grouped(filter(is_other_network, runs), _budget_and_settings):
+        lines.append(f"| {OTHER_NETWORKS[kind[0].network]} | – | – | – | – | {_own_cells(kind)}")
+    return lines
+
+
+def _budget_and_settings(run: StoredRun) -> Any:
+    return [run.card["budget"], run.settings("tune", "controls")]
+
+
+def _claim_row(claim: Claim, runs: list[StoredRun], several: bool) -> str:
+    name = NETWORK_NAMES[claim.network]
+    paper = (
+        f"{claim.baseline:.2f} | {claim.macs:.2f} | {claim.accuracy:.2f} | "
+        f"{claim.accuracy - claim.baseline:+.2f}"
+    )
+    if not runs:
+        return f"| {name} | {paper} | {NOT_RUN} | – | {NOT_RUN} | – | 0 |"
+    if several:
+        name += f" ({preset_name(runs[0])})"
+    return f"| {name} | {paper} | {_own_cells(runs)}"
+
+
+def _own_cells(runs: list[StoredRun]) -> str:
+    shares: list[float | None] = [100 * run.card["macs_share"] for run in runs]
+    stages = ("baseline", "after removal")
+    base, after = (mean_and_deviation([run.score(at) for run in runs]) for at in stages)
+    change = mean_score(runs, "after removal") - mean_score(runs, "baseline")
+    return f"{base} | {mean_and_deviation(shares)} | **{after}** | {change:+.2f} | {len(runs)} |"
+
+
+def preset_name(run: StoredRun) -> str:
+    """Return the preset of a run, or how its settings differ from that of its network."""
+    own = run.settings("tune", "controls")
+    for name, known in PRESETS.items():
+        other = StoredRun({"recipe": dataclasses.asdict(known)}, [])
+        if other.settings("tune", "controls") == own:
+            return name
+    return "changed: " + "; ".join(differences(run, PRESETS[run.network]))
+
+
+def notes(runs: list[StoredRun]) -> str:
+    """Return the paragraph below the table."""
+    own = [run for run in runs if run.is_tabled and any(c.matches(run) for c in CLAIMS)]
+    if not own:
+        return "The pruned networks were not fine-tuned."
+    every = [*own, *filter(is_other_network, runs)]
+    same = sum(run.card.get("identical_predictions", False) for run in every)
+    sentences = [
+        "The pruned networks were not fine-tuned. FLOPs and MACs are both shares of the original "
+        "network, so they can be compared.",
+        f"Predictions before and after removal are identical on all {TEST_SET:,} test images in "
+        f"{same} of {len(every)} runs.",
+        "Our networks were trained with cutout and with their baseline as teacher, and our "
+        "baselines are better than the paper's. The paper's training settings were not run, so "
+        "these numbers do not separate the effect of the training from that of the pruning.",
+        f"Relative to its own baseline, the paper's network loses less accuracy in {_lost(own)} "
+        "rows for which we have runs.",
+    ]
+    tuned = [run for run in own if run.score("after fine-tuning")]
+    for kind in grouped(tuned, lambda run: [run.network, run.card["budget"]]):
+        sentences.append(_fine_tuned(kind))
+    return " ".join(sentences)
+
+
+def _fine_tuned(runs: list[StoredRun]) -> str:
+    card = runs[0].card
+    scores = mean_and_deviation([run.score("after fine-tuning") for run in runs])
+    return (
+        f"{NETWORK_NAMES[card['network']]} at {100 * card['budget']['macs']:.2f} % was then "
+        f"fine-tuned for {card['recipe']['tune_epochs']} epochs without the teacher and reached "
+        f"{scores} %."
+    )
+
+
+def _lost(runs: list[StoredRun]) -> str:
+    """Return in how many rows with runs of ours the paper's network lost less than ours."""
+    found = []
+    for claim in CLAIMS:
+        own = [run for run in runs if claim.matches(run)]
+        if own:
+            lost = mean_score(own, "baseline") - mean_score(own, "after removal")
+            found.append(claim.baseline - claim.accuracy < lost)
+    return f"{sum(found)} of {len(found)}"

@@ -1,0 +1,337 @@
+"""Writes docs/performance.md from the stored numbers of the benchmarks.
+
+python -m benchmarks.pages.performance
+"""
+
+from typing import Any
+
+from benchmarks.store import DOCS, read_numbers
+
+PAGE = DOCS / "performance.md"
+
+
+def overhead() -> list[str]:
+    lines = [
+        "## Cost of a gated training step",
+        "",
+        "Time of a whole step (forward, backward, optimizer, proximal step) as a multiple of the "
+        "plain step. Naive: gates are multiplied into activations instead of weights. Memory: peak "
+        "of a gated step as a multiple of the plain one; eager code keeps a gated copy of the "
+        "weights, which matters for small batches. Medians of alternating runs "
+        "([overhead.py](../benchmarks/measure/overhead.py)).",
+        "",
+        "| network | batch | mode | plain (ms) | gated | naive | memory | runs | machine |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in read_numbers("overhead").items():
+        ratio, batch = row["ratio"], " × ".join(map(str, row["batch"]))
+        found = row["memory_ratio"].get("gated")
+        memory = "–" if found is None else f"{found:.3f}"
+        lines.append(
+            f"| {name} | {batch} | {row['way']} | {row['milliseconds']['plain']:.1f} | "
+            f"**{ratio['gated']:.3f}** | {ratio['naive']:.3f} | {memory} | "
+            f"{len(row['turns']['plain'])} | "
+            f"{row['machine']} |"
+        )
+    return lines
+
+
+def shrinking() -> list[str]:
+    lines = [
+        "## Time of a training that prunes",
+        "",
+        'Total time of a run to half of the MACs with `compact="auto"`, as a multiple of the same '
+        "number of plain steps, and the same ratio for the last tenth of the steps; one run each. "
+        "Outside steps: seconds spent in the controller, proofs, compiling and capturing. 90 "
+        "epochs: the ratio extrapolated to 90 epochs of ImageNet, where this time occurs once. "
+        "These numbers were measured with an earlier version, which closed the most expensive "
+        "channels first if images are random: those of the first stages, where most of the time is "
+        "spent. The current version closes channels evenly in all groups "
+        "([shrinking.py](../benchmarks/measure/shrinking.py)).",
+        "",
+        "| network | batch | steps | plain (s) | pruned | last tenth | outside steps (s) | "
+        "90 epochs | MACs left | machine |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in read_numbers("shrinking").items():
+        batch = " × ".join(map(str, row["shape"]))
+        machine = f"{row['machine']}, {row['threads']} threads, torch {row['versions']['torch']}"
+        total, longer = f"**{row['ratio']:.3f}**", "– | –"
+        if row["device"] == "cuda":
+            total = f"{row['ratio']:.3f}"
+            longer = f"{row['beside']['pruned']:.0f} | **{row['ratio_of_90_epochs']:.3f}**"
+        lines.append(
+            f"| {name} | {batch} | {row['steps']} | {row['seconds']['plain']:.0f} | "
+            f"{total} | {row['ratio_by_tenths'][-1]:.3f} | {longer} | "
+            f"{row['macs']:.1%} | {machine} |"
+        )
+    return lines
+
+
+WAYS = {
+    "eager": "eager",
+    "channels_last": "eager, channels-last",
+    "captured": "CUDA graph",
+    "compiled": "compiled",
+    "onnxruntime": "ONNX Runtime",
+}
+
+
+def exported() -> list[str]:
+    lines = [
+        "## Speed of the exported model",
+        "",
+        "Speed-up of a model with half of the MACs, for several values of `multiple_of`, at 224 × "
+        "224 in eval mode. The channels were not learned: every group keeps the same share, by "
+        "magnitude. The last two columns are for the original and for the fastest export. Memory-"
+        "bound: share of the time in depthwise convolutions, norms, activations, sums and pools, "
+        "which falls with the widths (to about 0.7) and not with the MACs. Medians of alternating "
+        "runs; in brackets the range over processes, if there were several. ~ marks rows in which "
+        "the fastest runs give a ratio that differs by more than 5 %, because the machine was "
+        "shared. On a GPU, odd widths use slow kernels, and eager runs of small networks wait for "
+        "Python ([exported.py](../benchmarks/measure/exported.py)).",
+    ]
+    for device, networks in sorted(read_numbers("exported").items()):
+        rows = [(name, way, found[way]) for name, found in networks.items()
+                for way in WAYS if way in found]  # fmt: skip
+        multiples = sorted({key for _, _, row in rows for key in row["gain"]}, key=int)
+        heads = ["network", "batch", "mode", "plain (ms)", *multiples, "GMAC/s", "memory-bound"]
+        lines += ["", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+        for name, way, row in rows:
+            best = max(row["gain"], key=row["gain"].get)
+            gains = [_gain(row, multiple, best) for multiple in multiples]
+            speed = " → ".join(f"{row['gmacs_a_second'][key]:.0f}" for key in ("plain", best))
+            cells = [name, str(row["batch"]), WAYS[way], f"{row['milliseconds']['plain']:.1f}"]
+            cells += [*gains, speed, _outside(row.get("why", {}), best)]
+            lines.append(f"| {' | '.join(cells)} |")
+        lines += ["", _machine(device, [row for _, _, row in rows])]
+        held = [f"{name} {WAYS[way]}" for name, way, row in rows if row.get("malloc")]
+        if held:
+            lines[-1] += (f" With `MALLOC_TRIM_THRESHOLD_` and `MALLOC_MMAP_THRESHOLD_` of 4 GB: "
+                          f"{'; '.join(held)}.")  # fmt: skip
+        blocked = [_blocked(name, row["why"]) for name, way, row in rows if way == "onnxruntime"]
+        if blocked:
+            lines += [
+                "",
+                "ONNX Runtime has a faster layout for convolutions, which needs certain widths. "
+                f"Share of the convolutions that use it: {'; '.join(blocked)}.",
+            ]
+    return lines
+
+
+def _gain(row: dict[str, Any], multiple: str, best: str) -> str:
+    if multiple not in row["gain"]:
+        return "–"
+    seen = [one[multiple] for one in row.get("repeats", [row["gain"]]) if multiple in one]
+    unsteady = abs(seen[-1] / row["gain_of_fastest"][multiple] - 1) > 0.05
+    gain = f"{'~' * unsteady}{row['gain'][multiple]:.2f}"
+    if multiple != best:
+        return gain
+    return f"**{gain}**" + (f" ({min(seen):.2f}–{max(seen):.2f})" if len(seen) > 1 else "")
+
+
+def _outside(why: dict[str, dict[str, float]], best: str) -> str:
+    if not why.get("plain") or not why.get(best):
+        return "–"
+    return " → ".join(f"{1 - why[key]['products']:.0%}" for key in ("plain", best))
+
+
+def _blocked(name: str, why: dict[str, dict[str, float]]) -> str:
+    keys = ["plain", *sorted(why.keys() - {"plain"}, key=int)]
+    return f"{name} " + ", ".join(f"{why[key]['blocked']:.0%} ({key})" for key in keys)
+
+
+def _machine(device: str, rows: list[dict[str, Any]]) -> str:
+    found: dict[str, set[str]] = {}
+    for row in rows:
+        how = f"float32, {row['threads']} thread(s), {row['instructions']}"
+        versions = {key: f"{key} {value}" for key, value in row["versions"].items()}
+        run = {"": row["machine"], "how": "bfloat16" if device == "cuda" else how, **versions}
+        for key, value in run.items():
+            found.setdefault(key, set()).add(value)
+    return ", ".join(" / ".join(sorted(values)) for values in found.values()) + "."
+
+
+def latency() -> list[str]:
+    lines = [
+        "## Latency as a budget",
+        "",
+        "Latency of the exported model as a share of the original's, after a short training with "
+        "`latency=` on random images of 224 × 224: the median of five comparisons of alternating "
+        "runs, with their range in brackets ([latency.py](../benchmarks/measure/latency.py)). "
+        "Setup: seconds until the latency model is fitted. CPU rows are with "
+        "`MALLOC_TRIM_THRESHOLD_` and `MALLOC_MMAP_THRESHOLD_` of 4 GB. All numbers on this page "
+        "were measured before channels closed one by one, a change that affects about twenty small "
+        "operations per step on the vector of all gates.",
+        "",
+        "| network | batch | original (ms) | budget | measured | error | MACs left | setup (s) | "
+        "machine |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in read_numbers("latency").items():
+        seen = row.get("shares", [])
+        spread = f" ({min(seen):.3f}–{max(seen):.3f})" if seen else ""
+        machine = f"{row['machine']}, {row['threads']} threads, torch {row['versions']['torch']}"
+        lines.append(
+            f"| {name} | {row['batch']} | {row['milliseconds']['before']:.1f} | {row['latency']} | "
+            f"**{row['share']:.3f}**{spread} | {row['off']:+.1%} | {row['macs']:.1%} | "
+            f"{row['ready_seconds']:.0f} | {machine} |"
+        )
+    return lines
+
+
+def tracing() -> list[str]:
+    found = read_numbers("tracing")
+    versions = found["versions"]
+    lines = [
+        "## Time of tracing",
+        "",
+        "Seconds and GB (peak above the imports) until a model can be pruned: `trace`, including "
+        "its trial cuts, compared with Torch-Pruning's graph and pruner. Half cut: whether "
+        "the model runs after half of the channels were removed. `Pruner` also inserts gates and "
+        f"compares outputs in float64. Medians of {found['runs']} alternating runs (`Pruner`: "
+        f"{found['fewer_runs']}), each in its own process "
+        "([tracing.py](../benchmarks/measure/tracing.py)).",
+        "",
+        "| network | `trace` (s) | GB | half cut | Torch-Pruning (s) | GB | half cut | "
+        "`Pruner` (s) |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    cases: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in [*found["beside"], *found["pruner"]]:
+        cases.setdefault(row["model"], {})[row["case"]] = row
+    for model, row in cases.items():
+        cells = [cell for who in ("ours", "theirs") for cell in _ready(row[who])]
+        lines.append(f"| {model} | {' | '.join(cells)} | {row['pruner']['seconds']:.1f} |")
+    llama, export, theirs = found["llama"], found["export"], found["theirs_large"]
+    lines += [
+        "",
+        f"A Llama of {llama['parameters'] / 1e9:.1f} B parameters (ours: median of "
+        f"{found['fewer_runs']} runs; Torch-Pruning, which needs the weights: one run):",
+        "",
+        "| | ready to prune (s) | GB | export in float32 (s) | GB |",
+        "|---|---|---|---|---|",
+        f"| polarprune, traced on the meta device | **{llama['seconds']:.1f}** | "
+        f"{llama['memory_gb']:.2f} | **{export['seconds']:.1f}** | {export['memory_gb']:.1f} |",
+    ]
+    if "missing" not in theirs:
+        lines.append(
+            f"| Torch-Pruning | {theirs['seconds']:.1f} | {theirs['memory_gb']:.1f} | "
+            f"{theirs['export_seconds']:.1f} | {theirs['export_memory_gb']:.1f} |"
+        )
+    rows = found["blocks"]
+    each = [f"{row['model']}: {row['seconds']:.2f} s" for row in rows]
+    growth = rows[-1]["seconds"] / rows[0]["seconds"]
+    more = int(rows[-1]["model"]) / int(rows[0]["model"])
+    lines += [
+        "",
+        f"Transformers by number of blocks: {', '.join(each)} (×{growth:.1f} for "
+        f"×{more:.0f} blocks).",
+        "",
+        f"{found['machine']}, {found['threads']} threads, torch {versions['torch']}, "
+        f"Torch-Pruning {versions['torch-pruning']}, torchvision {versions['torchvision']}, "
+        f"transformers {versions['transformers']}.",
+    ]
+    return lines
+
+
+def _ready(row: dict[str, Any]) -> list[str]:
+    if "missing" in row:
+        return [row["missing"], "", ""]
+    number = f"**{row['seconds']:.2f}**" if row["case"] == "ours" else f"{row['seconds']:.2f}"
+    return [number, f"{row['memory_gb']:.2f}", row["half_of_it"].replace("|", "/")]
+
+
+def proximal() -> list[str]:
+    lines = [
+        "## The proximal step",
+        "",
+        "Time of the proximal step on all gates of a model, by number of groups. Medians; bold: "
+        "within the limit. Replayed: from a CUDA graph; otherwise Python launches the groups "
+        "one by one ([proximal.py](../benchmarks/measure/proximal.py)).",
+        "",
+        "| gates | case | ms | limit (ms) | machine |",
+        "|---|---|---|---|---|",
+    ]
+    for row in read_numbers("proximal").values():
+        machine = f"{row['machine']}, {row['threads']} threads, torch {row['versions']['torch']}"
+        cases = row["milliseconds"].items()
+        for case, value in sorted(cases, key=lambda item: (int(item[0].split()[0]), item[0])):
+            limit = row["limit"]
+            taken = f"**{value:.2f}**" if value <= limit else f"{value:.2f}"
+            lines.append(f"| {row['channels']:,} | {case} | {taken} | {limit:.0f} | {machine} |")
+    return lines
+
+
+TRAININGS = {"plain": "plain", "gated": "gated", "taught": "gated, with a teacher"}
+
+
+def epochs() -> list[str]:
+    lines = [
+        "## Time of a CIFAR-10 epoch",
+        "",
+        "50,000 random images of 32 × 32 on the device, with crops and flips, and the whole step "
+        "captured in a CUDA graph, as in `polarprune train`. Medians. Processes: number of "
+        "trainings that share the GPU; per training: seconds divided by this number "
+        "([epochs.py](../benchmarks/measure/epochs.py)).",
+        "",
+        "| network | training | compiled | batch | processes | epoch (s) | per training (s) | "
+        "200 epochs (min) | machine |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in read_numbers("epochs").values():
+        minutes = 200 * row["seconds"] / 60
+        lines.append(
+            f"| {row['network']} | {TRAININGS[row['kind']]} | "
+            f"{'yes' if row['compiled'] else 'no'} | {row['batch']} | {row['together']} | "
+            f"**{row['seconds']:.2f}** | "
+            f"{row['seconds_for_each']:.2f} | {minutes:.1f} | {row['machine']}, torch "
+            f"{row['versions']['torch']} |"
+        )
+    return lines
+
+
+def throughput() -> list[str]:
+    lines = [
+        "## Training images per second",
+        "",
+        "Training on random images on the device, step by step, as in `polarprune train` on "
+        "ImageNet; the speed of a loader is not measured. Time gated / plain: median over "
+        "alternating runs, with their range "
+        "([throughput.py](../benchmarks/measure/throughput.py)).",
+        "",
+        "| network | batch | side | compiled | plain | gated | time gated / plain | machine |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in read_numbers("throughput").items():
+        plain, gated = (row["images_a_second"][kind] for kind in ("plain", "gated"))
+        low, high = row["ratios"]
+        lines.append(
+            f"| {name.removesuffix('-compiled')} | {row['batch']} | {row['side']} | "
+            f"{'yes' if row['compiled'] else 'no'} | {plain:,} | {gated:,} | "
+            f"**{row['ratio']:.3f}** ({low:.3f}–{high:.3f}) | {row['machine']}, torch "
+            f"{row['versions']['torch']} |"
+        )
+    return lines
+
+
+PARTS = (overhead, shrinking, exported, latency, tracing, proximal, epochs, throughput)
+
+
+def page() -> str:
+    """Return docs/performance.md."""
+    parts = [part() for part in PARTS if read_numbers(part.__name__)]
+    head = [
+        "# Performance",
+        "",
+        "The numbers that a row compares were measured in one run. This page is generated by "
+        "[pages/performance.py](../benchmarks/pages/performance.py) from "
+        "[stored numbers](../benchmarks/numbers).",
+        "",
+    ]
+    lines = [line for part in parts for line in (*part, "")]
+    return "\n".join([*head, *lines[:-1]]) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,275 @@
+"""The section on following the budget path in docs/results.md, and its two figures.
+
+The numbers are from steering.json (see measure/steering.py) and from the logs in results/:
+
+    python -m benchmarks.pages.steering      # draws docs/figures/steering.png and headline.png
+"""
+
+import json
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from benchmarks.measure.steering import APART, LANDED, RISE, broken, read
+from benchmarks.pages import figures
+from benchmarks.pages.figures import BLUE, GREEN, GREY, ORANGE, PINK, Missing, card, log
+
+NAMES = {
+    **figures.NAMES,
+    "resnet20": "ResNet-20",
+    "vgg_small": "small VGG",
+    "mobilenetv2_small": "small MobileNetV2",
+}
+HEADLINES = (
+    *(f"resnet56-47-seed{seed}" for seed in range(3)),
+    *("resnet56-34", "vgg16-31", "mobilenetv2_88m-54"),
+)
+COLOURS = (BLUE, ORANGE, GREEN, PINK, "#e69f00", "#56b4e9")
+Row = dict[str, Any]
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+
+def grid(rows: int, columns: int, width: float, height: float) -> tuple[Figure, list[list[Axes]]]:
+    figure = Figure(figsize=(width * columns, height * rows + 0.4), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(color="#e5e5e5", lw=0.6)
+        axis.set_axisbelow(True)
+        axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axis.tick_params(labelsize=8)
+    return figure, [list(line) for line in axes]
+
+
+def kinds(rows: Iterable[Row]) -> list[list[Row]]:
+    """Return lists of runs that differ only in the budget, largest budget first."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        recipe = row["recipe"]
+        key = [row["network"], recipe["epochs"], row["images"], row["size"], recipe["seed"]]
+        found.setdefault(json.dumps(key), []).append(row)
+    return [sorted(kind, key=lambda row: -float(row["macs"])) for kind in found.values()]
+
+
+def steering() -> Figure:
+    """MACs and their planned path, half-open gates and loss over the epochs."""
+    groups = kinds(read().values())
+    if not groups:
+        raise Missing("steering.json")
+    figure, axes = grid(len(groups), 3, 3.2, 1.75)
+    budgets = sorted({row["macs"] for kind in groups for row in kind}, reverse=True)
+    colours = {macs: COLOURS[k % len(COLOURS)] for k, macs in enumerate(budgets)}
+    for kind, line in zip(groups, axes, strict=True):
+        for row in kind:
+            _steered(line, row["curves"], colours[row["macs"]])
+        line[1].set_ylim(bottom=0)
+        network, epochs = kind[0]["network"], kind[0]["recipe"]["epochs"]
+        name = NAMES.get(network, network)
+        line[0].set_ylabel(f"{name}\n{epochs} epochs", fontsize=9)
+    titles = ("MACs", "half-open gates", "recalibrated test loss")
+    for axis, title in zip(axes[0], titles, strict=True):
+        axis.set_title(title, fontsize=10)
+    for axis in axes[-1]:
+        axis.set_xlabel("epoch", fontsize=9)
+    for macs, colour in colours.items():
+        axes[0][0].plot([], [], color=colour, label=f"macs={macs:g}")
+    axes[0][0].plot([], [], "--", color=GREY, label="planned path")
+    figure.legend(loc="outside lower center", ncols=len(colours) + 1, frameon=False, fontsize=9)
+    return figure
+
+
+def _steered(line: list[Axes], curves: dict[str, list[float]], colour: str) -> None:
+    macs, gates, loss = line
+    epochs, start = [0, *curves["epoch"]], [1.0]
+    macs.plot(epochs, [*start, *curves["path"]], "--", color=GREY, lw=1)
+    macs.plot(epochs, [*start, *curves["macs"]], "o", ms=2.5, color=colour)
+    macs.set_ylim(0, 1.04)
+    open_share = [n / of for n, of in zip(curves["half_open"], curves["gates"], strict=True)]
+    gates.plot(curves["epoch"], open_share, color=colour, lw=1.2)
+    loss.plot(curves["epoch"], curves["recalibrated_loss"], color=colour, lw=1.2)
+    for axis in (macs, gates):
+        axis.yaxis.set_major_formatter(PercentFormatter(1))
+    for axis in line:
+        axis.set_xlim(0, epochs[-1])
+
+
+def headline() -> Figure:
+    """MACs, λ, half-open gates and losses of the runs of the paper's table."""
+    figure, axes = grid(4, len(HEADLINES), 2.1, 1.6)
+    for column, name in enumerate(HEADLINES):
+        mine = [line[column] for line in axes]
+        mine[0].set_title(name, fontsize=9)
+        _headline(mine, log(name), deadline(name))
+        mine[-1].set_xlabel("epoch", fontsize=9)
+    labels = ("MACs", "λ", "half-open gates", "recalibrated\ntest loss")
+    for line, label in zip(axes, labels, strict=True):
+        line[0].set_ylabel(label, fontsize=9)
+        top = max(axis.get_ylim()[1] for axis in line)
+        for axis in line:
+            axis.set_ylim(0, top)
+    return figure
+
+
+def _headline(column: list[Axes], rows: list[Row], at: int) -> None:
+    macs, lam, gates, loss = column
+    epochs = [row["epoch"] for row in rows]
+    macs.plot(epochs, [row["macs"] for row in rows], color=BLUE, lw=1.2)
+    lam.plot(epochs, [row["lam"] for row in rows], color=BLUE, lw=1.2)
+    shares = [sum(row["histogram"][1:-1]) / sum(row["histogram"]) for row in rows]
+    gates.plot(epochs, shares, color=BLUE, lw=1.2)
+    scored = [row for row in rows if "recalibrated_loss" in row]
+    losses = [row["recalibrated_loss"] for row in scored]
+    loss.plot([row["epoch"] for row in scored], losses, "o-", ms=2, color=BLUE, lw=1)
+    for axis in column:
+        axis.axvline(at, color=GREY, lw=0.8, ls=":")
+        axis.set_xlim(0, epochs[-1])
+    for axis in (macs, gates):
+        axis.yaxis.set_major_formatter(PercentFormatter(1))
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+
+def table(rows: Iterable[Row]) -> list[str]:
+    lines = [
+        "| network | epochs | budget (MACs) | largest distance from the path | "
+        "closed at the deadline | largest loss ratio of two epochs | accuracy | claim |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    return lines + [_line(row) for kind in kinds(rows) for row in kind]
+
+
+def _line(row: Row) -> str:
+    above, below, landing = row["above_path"], row["below_path"], row["landing"]
+    apart = f"{above:+.2f}" if above > below else f"{-below:+.2f}"
+    failed = broken(row)
+    return (
+        f"| {NAMES.get(row['network'], row['network'])} | {row['recipe']['epochs']} | "
+        f"{row['macs']:.0%} | {apart} points | {100 * landing['macs']:.2f} points, "
+        f"{landing['gates']} gates | {row['loss_ratio']:.2f} | {row['accuracy']:.1%} | "
+        f"{'does not hold: ' + ', '.join(failed) if failed else 'holds'} |"
+    )
+
+
+def verdict(rows: list[Row]) -> str:
+    """Return in how many runs each part of the claim holds, and its worst value."""
+    apart = [max(row["above_path"], row["below_path"]) for row in rows]
+    landed = [100 * row["landing"]["macs"] for row in rows]
+    ratios = [row["loss_ratio"] for row in rows]
+    failed = [broken(row) for row in rows]
+    kept = {part: sum(part not in one for one in failed) for part in ("path", "landing", "loss")}
+    return (
+        f"The claim holds in {failed.count([])} of {len(rows)} runs. The MACs stay within "
+        f"{APART:g} points of the path in {kept['path']} runs (largest distance {max(apart):.2f}). "
+        f"At most {LANDED:g} points are closed at the deadline in {kept['landing']} runs (largest "
+        f"{max(landed):.2f}). The loss of an epoch is at most {RISE:g} times that of the previous "
+        f"epoch in {kept['loss']} runs (largest {max(ratios):.2f})."
+    )
+
+
+def cause(rows: list[Row]) -> list[str]:
+    """Return whether single channels explain distances that are too large."""
+    far = [row for row in rows if "path" in broken(row)]
+    single = [row["largest_fall"] for row in far if row["channels_in_it"] == 1]
+    if not far:
+        return []
+    below = sum(row["below_path"] > row["above_path"] for row in far)
+    text = f"Of the {len(far)} runs that leave the path, {below} fall below it."
+    if single:
+        text += (
+            f" In {len(single)} of them, the largest drop between two controller steps is due to a "
+            f"single channel of {min(single):.2f} to {max(single):.2f} points of the MACs: the "
+            f"controller also closes the channel that crosses the path."
+        )
+    return [text]
+
+
+def scale(rows: list[Row]) -> str:
+    """Return the data, the machine and the version of the runs."""
+    settings = {
+        f"{row['images']:,} training and {row['test_images']:,} test images of {row['size']} × "
+        f"{row['size']}, batches of {row['recipe']['batch']}, a baseline of "
+        f"{row['recipe']['baseline_epochs']} epochs, on {row['machine']} (torch "
+        f"{row['versions']['torch']}, commit {row['commit']})": None
+        for row in rows
+    }
+    scores = [row["baseline"] for row in rows]
+    return (
+        f"CIFAR-10, one run each: {'; '.join(settings)}. The baselines have an accuracy of "
+        f"{min(scores):.1%} to {max(scores):.1%}. With a low accuracy the loss is high, and the "
+        f"ratio of two losses says less."
+    )
+
+
+def deadline(name: str) -> int:
+    """Return the epoch of a stored run in which the budget had to be met."""
+    recipe = card(name)["recipe"]
+    return math.ceil(recipe["schedule"]["done"] * recipe["epochs"])
+
+
+def cut(name: str) -> dict[str, float]:
+    """Return MACs in percent and logged losses before and after the epoch of the deadline."""
+    rows, at = log(name), deadline(name)
+    macs = {row["epoch"]: 100 * row["macs"] for row in rows}
+    losses = {r["epoch"]: r["recalibrated_loss"] for r in rows if "recalibrated_loss" in r}
+    return {
+        "before": macs[at - 1],
+        "after": macs[at],
+        "other": max(macs[e - 1] - macs[e] for e in macs if e - 1 in macs and e != at),
+        "loss before": losses[max(epoch for epoch in losses if epoch < at)],
+        "loss after": losses[min(epoch for epoch in losses if epoch >= at)],
+    }
+
+
+def earlier() -> list[str]:
+    """Return the paragraphs on the runs of the paper's table, which are of an earlier version."""
+    try:
+        found = {name: cut(name) for name in HEADLINES}
+    except Missing as missing:
+        return [f"A run of the paper's table is not stored: {missing}."]
+    points = [one["before"] - one["after"] for one in found.values()]
+    lines = [
+        "| run | epoch of the deadline | MACs before | MACs after | points removed in this epoch | "
+        "most in any other epoch | last loss logged before | first loss logged after |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for (name, one), gone in zip(found.items(), points, strict=True):
+        lines.append(
+            f"| {name} | {deadline(name)} | {one['before']:.2f} % | {one['after']:.2f} % | "
+            f"{gone:.2f} | {one['other']:.2f} | {one['loss before']:.2f} | "
+            f"{one['loss after']:.2f} |"
+        )
+    return [
+        "The runs of the paper's table were made with an earlier version, which closed all missing "
+        f"channels at the deadline (dotted line): {min(points):.1f} to {max(points):.1f} points of "
+        "the MACs in a single epoch. The claim is not about these runs. Their recalibrated loss "
+        "was logged every ten epochs.",
+        "\n".join(lines),
+        "![headline](figures/headline.png)",
+    ]
+
+
+def section() -> list[str]:
+    """Return the paragraphs of the section."""
+    rows = list(read().values())
+    if not rows:
+        return ["Not measured yet."]
+    return [
+        f"Measured by [steering.py](../benchmarks/measure/steering.py). {scale(rows)} The distance "
+        "from the path is taken at every controller step, in points of the original MACs.",
+        "\n".join(table(rows)),
+        " ".join([verdict(rows), *cause(rows)]),
+        "![steering](figures/steering.png)",
+        *earlier(),
+    ]
+
+
+if __name__ == "__main__":
+    for name, draw in (("steering", steering), ("headline", headline)):
+        draw().savefig(figures.OUT / f"{name}.png", dpi=130)

@@ -1,0 +1,27 @@
+"""`NETWORKS`: functions that make a new network, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from .deeplab import BackboneClassifier, DeepLabV3Plus
+from .imagenet import MobileNetV1, mobilenet_v2, resnet50
+from .small_images import VGG, MobileNetV2, mobilenetv2_88m, resnet20, resnet56
+from .style import StyleNet
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "resnet56": resnet56,
+    "resnet20": resnet20,
+    "vgg16": VGG,
+    "mobilenetv2": MobileNetV2,
+    "mobilenetv2_88m": mobilenetv2_88m,
+    "deeplabv3plus": DeepLabV3Plus,
+    "deeplab_backbone": BackboneClassifier,
+    "stylenet": StyleNet,
+    "mobilenet_v1": MobileNetV1,
+    "mobilenet_v2": mobilenet_v2,
+    "resnet50": resnet50,
+}
+BACKBONES = {"deeplabv3plus": "resnet50"}  # networks whose backbone is one of torchvision's

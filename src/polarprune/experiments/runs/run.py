@@ -1,0 +1,387 @@
+"""`Run`: an experiment from data to card; resumable.
+
+A run trains a baseline, prunes it while it trains on, removes the closed channels, scores the
+result and fine-tunes it if asked to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ...cost.timing import environment
+from ...errors import PruneError
+from ...files.model_file import save
+from ...report.report import Report
+from ...surgery.recipe import RECIPE
+from ...training.pruner import Pruner
+from ..data.task import Task
+from ..methods.base import Limits
+from ..networks.imagenet import from_torchvision
+from ..networks.table import BACKBONES, NETWORKS
+from ..processes import rank_and_count, wait_for_all
+from ..settings import Settings
+from .calibration import recalibrate, recalibrated
+from .card import Cost, Pruned, make_card
+from .files import Json, append, make_folder, read_json, replacing, write_json, write_text
+from .rehearsal import WARM_UP, planned_costs, time_steps
+from .source import commit
+from .trainer import Trainer
+from .weights import (
+    copy_weights,
+    load_initial_weights,
+    load_matching_weights,
+    load_weights,
+    write_weights,
+)
+
+Progress = Callable[[Json], None]
+CHECKPOINT_PAUSE = 60.0  # seconds, at least, between checkpoints
+_RECALIBRATED = 20  # batches: ε has moved on since the statistics were estimated
+_STAGES = ("baseline", "prune", "tune")
+_MAY_CHANGE = ("compiled", "tune_epochs", "tune_lr", "scored")  # when a run is resumed
+_LOGGED = ("macs", "params", "closed", "between", "eps", "lam", "histogram")
+
+
+class Run:
+    """One experiment in a folder. Stages that are finished there are not repeated.
+
+    Args:
+        settings: Every number of the experiment.
+        data: Training and test examples.
+        out: Folder of the run.
+        device: Where to train.
+        progress: Called with every row of the log.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        data: Task,
+        out: Path,
+        *,
+        device: str = "cpu",
+        progress: Progress = lambda row: None,
+    ) -> None:
+        self.settings, self.out, self.progress = settings, out, progress
+        self.commit = commit()  # now: sources may change while this runs
+        if out.exists() and not out.is_dir():
+            raise PruneError(f"--out {out}: it is a file. Choose a folder.")
+        self.device = torch.device(device)
+        self.data = data.to(device)
+        torch.manual_seed(settings.seed)
+        torch.backends.cudnn.benchmark = True
+        self.batches = self.data.stream(settings)
+        self.writes = rank_and_count()[0] == 0  # of several processes, only the first writes
+
+    def new_network(self) -> nn.Module:
+        """Return the network of the settings, with new weights, on the device."""
+        name = self.settings.network
+        if name not in NETWORKS:
+            raise PruneError(f"unknown network {name!r}. Networks: {', '.join(NETWORKS)}.")
+        model = NETWORKS[name]().to(self.device)
+        if self.device.type == "cuda":
+            convert: Callable[..., nn.Module] = model.to  # torch's types lack this argument
+            convert(memory_format=torch.channels_last)
+        return model
+
+    def claim(self, what: Json) -> None:
+        """Refuse a folder that holds another run; otherwise write down which run this is.
+
+        Args:
+            what: Facts about the run that are not in the settings: method, budget, hold-out.
+        """
+        own = {**dataclasses.asdict(self.settings), **what}
+        own = json.loads(json.dumps({k: v for k, v in own.items() if k not in _MAY_CHANGE}))
+        note = self.out / "run.json"
+        started = note.exists() and (self.out / "log.jsonl").exists()
+        stored = read_json(note) if started else own
+        free = () if stored.get("budget") else ("budget", "method")  # only a baseline so far
+        other = [key for key in own if stored.get(key) != own[key] and key not in free]
+        if other:
+            raise PruneError(
+                f"--out {self.out}: it holds another run ({other[0]} is {stored.get(other[0])} "
+                f"there, {own[other[0]]} here). Choose another folder."
+            )
+        if self.writes:
+            make_folder(self.out)
+            write_json(note, own)
+
+    def finished(self) -> Json | None:
+        """Return the card if this run was finished before, or None."""
+        file = self.out / "card.json"
+        card = read_json(file) if file.exists() else None
+        tuned = card and card["recipe"]["tune_epochs"] == self.settings.tune_epochs
+        return card if tuned else None
+
+    def baseline(self, file: Path | None = None, start: Path | None = None) -> nn.Module:
+        """Return the trained network: read from a file, or trained and written there.
+
+        Args:
+            file: Weights of the baseline; `baseline.safetensors` in the folder of the run if None.
+            start: Initial weights of the network or of a part of it that has the same names.
+        """
+        model, settings = self.new_network(), self.settings
+        file = file or self.out / "baseline.safetensors"
+        if file.exists():
+            return load_weights(model, file)
+        if start is not None:
+            load_initial_weights(model, start)
+        elif settings.pretrained and settings.network in BACKBONES:
+            part = from_torchvision(BACKBONES[settings.network], settings.pretrained)
+            load_matching_weights(model, part.state_dict(), settings.pretrained)
+        elif settings.pretrained:
+            return copy_weights(model, from_torchvision(settings.network, settings.pretrained))
+        self._train_baseline(model, file)
+        return model
+
+    def _train_baseline(self, model: nn.Module, file: Path) -> None:
+        settings = self.settings
+        if self.writes:
+            make_folder(file.parent)
+        trainer = Trainer(
+            model,
+            self.batches,
+            settings,
+            epochs=settings.baseline_epochs,
+            lr=settings.baseline_lr,
+        )
+        self.train("baseline", trainer)
+        if self.writes:
+            write_weights(model, file)
+            self._drop_checkpoints()
+        wait_for_all()
+
+    def check(self, limits: Limits, baseline: Path | None) -> None:
+        """Refuse what a Pruner would refuse, before a baseline is trained.
+
+        Args:
+            limits: The budget; nothing is checked without one.
+            baseline: File of the baseline; nothing is checked if it exists.
+        """
+        if not limits or (baseline or self.out / "baseline.safetensors").exists():
+            return
+        with torch.random.fork_rng():  # the baseline starts from the same random numbers
+            self._pruner(self.new_network(), self.settings.epochs, limits)
+
+    def prune(self, model: nn.Module, **limits: float) -> Json:
+        """Prune a baseline to a budget with polarprune, and return the card.
+
+        Args:
+            model: The baseline; it is not changed.
+            **limits: `macs`, `params` or both as shares of the original, or `lam`.
+        """
+        settings = self.settings
+        baseline = self.score(model)
+        teacher = model if settings.distill else None
+        model = copy_weights(self.new_network(), model)
+        pruner, trainer = self._gated(model, teacher, limits)
+        self.train("prune", trainer)
+        if settings.recalibrate:
+            recalibrate(model, self.batches, settings.recalibrate)
+        small = pruner.export()
+        report = pruner.report()
+        before, after = self.per_example(report.before), self.per_example(report.after)
+        card = self.card("gdp", limits, baseline, Pruned(model, small, before, after))
+        card["widths"] = {
+            group["name"]: [group["after"], group["before"]] for group in report.groups
+        }
+        card["landing"] = dict(pruner.landing)
+        self._write_report(dataclasses.replace(report, before=before, after=after), card)
+        return self.finish(card, small, teacher)
+
+    def _write_report(self, report: Report, card: Json) -> None:
+        results = {key: card[key] for key in ("table", "identical_predictions")}
+        results |= {"test_images": card["scored_on"], **environment()}
+        report = dataclasses.replace(report, results=results)
+        if self.writes:
+            write_text(self.out / "report.json", report.to_json())
+            write_text(self.out / "report.html", report.to_html())
+
+    def _pruner(self, model: nn.Module, steps: int, limits: Limits) -> Pruner:
+        return Pruner(
+            model,
+            self.data.example(),
+            steps=steps,
+            schedule=self.settings.schedule,
+            compact=self.settings.compact,
+            macs=limits.get("macs"),
+            params=limits.get("params"),
+            lam=limits.get("lam"),
+        )
+
+    def _gated(
+        self, model: nn.Module, teacher: nn.Module | None, limits: Limits
+    ) -> tuple[Pruner, Trainer]:
+        """Insert gates into a model and return the pruner and the trainer of the second stage."""
+        settings = self.settings
+        pruner = self._pruner(model, settings.epochs * self.batches.per_epoch, limits)
+        trainer = Trainer(
+            model,
+            self.batches,
+            settings,
+            epochs=settings.epochs,
+            lr=settings.lr,
+            pruner=pruner,
+            teacher=teacher,
+        )
+        return pruner, trainer
+
+    def rehearse(self, steps: int, *, trained: bool = False, **limits: float) -> Json:
+        """Time a few steps of both trainings; nothing is written.
+
+        Args:
+            steps: Number of steps to time.
+            trained: Whether a baseline exists; then only the pruning is timed.
+            **limits: The budget, as in `prune`.
+
+        Returns:
+            Time and memory of the stages, the planned costs and the number of prunable channels.
+        """
+        settings = self.settings
+        steps = min(steps, self.batches.per_epoch - WARM_UP)
+        if steps < 1:
+            raise PruneError(f"--dry-run: an epoch has only {self.batches.per_epoch} batches.")
+        stages = {}
+        published = settings.pretrained and settings.network not in BACKBONES
+        if not (published or trained):
+            epochs, lr = max(settings.baseline_epochs, 1), settings.baseline_lr
+            trainer = Trainer(self.new_network(), self.batches, settings, epochs=epochs, lr=lr)
+            stages["baseline"] = time_steps(trainer, steps)
+        teacher = self.new_network() if settings.distill else None
+        pruner, trainer = self._gated(self.new_network(), teacher, limits)
+        stages["prune"] = time_steps(trainer, steps)
+        path = planned_costs(settings, limits, trainer.steps)
+        return {"stages": stages, "path": path, "channels": pruner.graph.units}
+
+    def train(self, stage: str, trainer: Trainer) -> None:
+        """Train to the end, starting from the last checkpoint of this stage if there is one.
+
+        The last checkpoint is kept until the card is written: the next stage may be interrupted,
+        too.
+        """
+        if self.batches.per_epoch < 1:
+            raise PruneError(
+                f"batch={self.settings.batch}: {self.data.counts[0]:,} training examples are less "
+                f"than one batch."
+            )
+        make_folder(self.out)
+        seed = self.settings.seed + (_STAGES.index(stage) << 40)
+        torch.manual_seed(seed % 2**63)  # independent of what was drawn before
+        checkpoint = self.out / f"{stage}.checkpoint"
+        if checkpoint.exists():
+            self._resume(trainer, checkpoint)
+        start = saved = time.perf_counter()
+        rank = rank_and_count()[0]
+        while trainer.done < trainer.steps:
+            if rank:  # every process draws its own crops
+                torch.manual_seed((seed + (trainer.done << 8) + rank) % 2**63)
+            row = self._epoch(stage, trainer)
+            now = time.perf_counter()
+            row["seconds"] = round(now - start, 2)
+            if not self.writes:
+                continue
+            append(self.out / "log.jsonl", json.dumps(row) + "\n")
+            self.progress(row)
+            if now - saved >= CHECKPOINT_PAUSE or row["epoch"] == trainer.epochs:
+                saved = now
+                with replacing(checkpoint) as new, new.open("wb") as file:
+                    torch.save(trainer.state(), file)
+        wait_for_all()
+
+    def _resume(self, trainer: Trainer, checkpoint: Path) -> None:
+        try:
+            trainer.load(torch.load(checkpoint, map_location=self.device, weights_only=True))
+        except Exception as error:  # damaged, or of another run
+            raise PruneError(
+                f"{checkpoint}: not a checkpoint of this run ({error!r}). Delete it, or choose "
+                f"another folder."
+            ) from error
+
+    def _epoch(self, stage: str, trainer: Trainer) -> Json:
+        """Train for one epoch and return its row of the log."""
+        row: Json = {"stage": stage, **trainer.epoch()}
+        epoch = trainer.done // self.batches.per_epoch
+        row |= {"epoch": epoch, "epochs": trainer.epochs}
+        if trainer.pruner is not None:
+            last = trainer.pruner.history[-1]
+            row |= {key: last[key] for key in _LOGGED}
+        row |= trainer.method.log_entries()
+        if epoch % self.settings.scored == 0 or epoch == trainer.epochs:
+            row |= self._scores(trainer)
+        return row
+
+    def _scores(self, trainer: Trainer) -> dict[str, float]:
+        scores = {self.data.measure: self.score(trainer.model)}
+        if trainer.pruner is not None:
+            with recalibrated(trainer.model, self.batches, _RECALIBRATED):
+                scores["recalibrated_loss"] = self.data.loss(trainer.model)
+        return scores
+
+    def score(self, model: nn.Module) -> float:
+        """Return the score of a model on the test examples."""
+        return self.data.score(self.data.answers(model))
+
+    def _drop_checkpoints(self) -> None:
+        for file in self.out.glob("*.checkpoint"):
+            file.unlink()
+
+    def card(self, method: str, limits: Limits, baseline: float, pruned: Pruned) -> Json:
+        """Return the card of this run; see `make_card`."""
+        scores = make_card(self.settings, self.data, method, limits, baseline, pruned)
+        return {**scores, "commit": self.commit, **environment()}
+
+    def per_example(self, cost: Cost) -> Cost:
+        """Return the cost of one example, given that of the traced batch."""
+        return {**cost, "macs": cost["macs"] // self.data.examples}
+
+    def finish(self, card: Json, small: nn.Module, teacher: nn.Module | None) -> Json:
+        """Write the small model, fine-tune it if asked to, and write and return the card."""
+        card["sha256"] = self._write_model(small, "small", card)
+        if self.settings.tune_epochs:
+            self._fine_tune(small, teacher)
+            score = {self.data.measure: self.score(small)}
+            row = {**card["table"][-1], "stage": "after fine-tuning", **score}
+            tuned = {**card, "table": [*card["table"], row], **score}
+            card = {**tuned, "sha256_tuned": self._write_model(small, "tuned", tuned)}
+        if self.writes:
+            write_json(self.out / "card.json", card)
+            self._drop_checkpoints()
+        wait_for_all()
+        return card
+
+    def _fine_tune(self, small: nn.Module, teacher: nn.Module | None) -> None:
+        settings = dataclasses.replace(self.settings, warm_up=0.0)
+        trainer = Trainer(
+            small,
+            self.batches,
+            settings,
+            epochs=settings.tune_epochs,
+            lr=settings.tune_lr,
+            teacher=teacher,
+        )
+        self.train("tune", trainer)
+
+    def _write_model(self, model: nn.Module, name: str, card: Json) -> str:
+        """Write a file that `rebuild` reads, or a state dict if another library did the cutting.
+
+        Returns:
+            The SHA-256 of the file.
+        """
+        if not self.writes:
+            return ""
+        file = self.out / f"{name}.safetensors"
+        if hasattr(model, RECIPE):
+            save(model, file, card={k: v for k, v in card.items() if k != "sha256"})
+        else:
+            file = self.out / f"{name}-state.safetensors"
+            write_weights(model, file)
+            card["file"] = "a state dict: not cut by polarprune, which cannot rebuild it"
+        return hashlib.sha256(file.read_bytes()).hexdigest()

@@ -1,0 +1,199 @@
+"""`Trainer`: the training loop of all experiments.
+
+On one GPU, the whole step is captured in a CUDA graph. On a CPU or with several processes, the same
+code runs step by step.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam, Optimizer
+
+from ...training.pruner import Pruner
+from ..data.task import Stream
+from ..methods.base import Groups, Method
+from ..processes import rank_and_count, share_buffers, sum_over_processes
+from ..settings import Settings
+from .cuda_graph import CapturedStep
+
+
+class Trainer:
+    """Trains a model, with or without a pruner, another method, or a teacher.
+
+    Args:
+        model: The model to train.
+        batches: Training batches and the loss.
+        settings: Optimizer, learning rates, distillation and so on.
+        epochs: Length of this training.
+        lr: Highest learning rate of this training.
+        pruner: If given, it is attached to the optimizer.
+        teacher: If given, the loss also compares with the outputs of a copy of it.
+        method: Another pruning method, instead of a pruner.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Stream,
+        settings: Settings,
+        *,
+        epochs: int,
+        lr: float,
+        pruner: Pruner | None = None,
+        teacher: nn.Module | None = None,
+        method: Method | None = None,
+    ) -> None:
+        self.model, self.batches, self.settings = model, batches, settings
+        self.epochs, self.pruner, self.method = epochs, pruner, method or Method()
+        self.teacher = copy.deepcopy(teacher).eval().requires_grad_(False) if teacher else None
+        self.device = batches.device
+        self.on_gpu = self.device.type == "cuda"
+        self.steps = epochs * batches.per_epoch
+        self.done = 0  # steps
+        self._wrap()
+        self._run_teacher = self._compiled(self.teacher) if self.teacher else None
+        groups = self._param_groups(lr)
+        self.rates: list[float] = [group["lr"] for group in groups]
+        self.optimizer = self._make_optimizer(groups)
+        if pruner:
+            pruner.attach(self.optimizer)
+        self.sums = torch.zeros(2, device=self.device)  # of the losses and of the accuracies
+        alone = not distributed.is_initialized()
+        captured = self.on_gpu and alone and self.method.captured and batches.captured
+        self._run_step = CapturedStep(self._step, captured)
+        self._compactions = 0
+
+    def _compiled(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
+        """Return the model, compiled if the settings say so."""
+        return torch.compile(model) if self.settings.compiled else model
+
+    def _wrap(self) -> None:
+        """Compile the model if wanted, and let several processes average their gradients."""
+        self._run_model = self._compiled(self.model)
+        if distributed.is_initialized():
+            ids = [self.device] if self.on_gpu else None
+            self._run_model = DistributedDataParallel(self._run_model, device_ids=ids)
+
+    def _param_groups(self, lr: float) -> Groups:
+        decay = self.settings.weight_decay
+        if self.pruner:
+            groups = self.pruner.param_groups(lr=lr, weight_decay=decay)
+        else:
+            groups = self.method.param_groups(self.model, lr, decay)
+        return split_slow_group(groups, self.model, self.settings.slow)
+
+    def _make_optimizer(self, groups: Groups) -> Optimizer:
+        settings, fused = self.settings, self.on_gpu or None
+        if self.on_gpu:  # a captured step reads the learning rate from the device
+            for group in groups:
+                group["lr"] = torch.tensor(group["lr"], device=self.device)
+        if settings.optimizer == "adam":
+            return Adam(groups, fused=fused, capturable=self.on_gpu)
+        return SGD(groups, momentum=settings.momentum, nesterov=settings.nesterov, fused=fused)
+
+    def _step(self) -> None:
+        self.model.train()
+        x, y = self.batches.next()
+        self.method.before_forward()
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.on_gpu):
+            output = self._run_model(x)
+            teacher_output = None if self._run_teacher is None else self._run_teacher(x)
+        loss = self.batches.loss(output, y, teacher_output, self.settings)
+        penalty = self.method.penalty()
+        (loss if penalty is None else loss + penalty).backward()
+        self.method.after_backward()
+        self.optimizer.step()
+        self.method.after_step(self.optimizer.param_groups[0]["lr"])
+        self.sums += torch.stack([loss.detach(), self.batches.accuracy(output, y)])
+
+    def _set_rate(self) -> None:
+        share = self.settings.rate(self.done / self.steps, self.epochs)
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate * share)
+            else:
+                group["lr"] = rate * share
+
+    def epoch(self) -> dict[str, float]:
+        """Train for one epoch; see `advance`."""
+        self.batches.shuffle()
+        return self.advance(self.batches.per_epoch)
+
+    def advance(self, count: int) -> dict[str, float]:
+        """Train for `count` steps of an epoch and return the mean loss and accuracy."""
+        self.sums.zero_()
+        for _ in range(count):
+            self._set_rate()
+            replayed = self._run_step()
+            if replayed and self.pruner is not None:
+                self.pruner.replayed()
+            self.done += 1
+            self._follow_compaction()
+        share_buffers(self.model)
+        total = count * rank_and_count()[1]
+        loss, accuracy = (sum_over_processes(self.sums) / total).tolist()
+        return {"loss": loss, "train_accuracy": accuracy}
+
+    def _follow_compaction(self) -> None:
+        """Capture and compile again after the pruner has changed shapes."""
+        if self.pruner is not None and self.pruner.compactions > self._compactions:
+            self._compactions = self.pruner.compactions
+            self._run_step.discard()
+            self._wrap()
+
+    def state(self) -> dict[str, Any]:
+        """Return all that is needed to resume the training from here."""
+        return {
+            "pruner": self.pruner.state_dict() if self.pruner else None,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "method": self.method.state(),
+            "done": self.done,
+            "random": torch.get_rng_state(),
+            "random_gpu": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Resume from a state that `state` returned."""
+        if self.pruner is not None:
+            self.pruner.load_state_dict(state["pruner"])  # first: it restores the widths
+            self._compactions = self.pruner.compactions
+        self.model.load_state_dict(state["model"])
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.optimizer.load_state_dict(state["optimizer"])
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate  # a graph may hold this tensor; its value is set at every step
+        for name, tensor in self.method.state().items():
+            tensor.copy_(state["method"][name])
+        self.done = state["done"]
+        torch.set_rng_state(state["random"].cpu())
+        if state["random_gpu"] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["random_gpu"].cpu())
+
+
+def split_slow_group(groups: Groups, model: nn.Module, prefix: str) -> Groups:
+    """Split the first group: parameters whose names start with `prefix` get a tenth of the rate.
+
+    Args:
+        groups: Parameter groups.
+        model: The model that names the parameters.
+        prefix: Start of the names; if it is empty, the groups are returned unchanged.
+    """
+    if not prefix:
+        return groups
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    first, *rest = groups
+    slow = [p for p in first["params"] if names[id(p)].startswith(prefix)]
+    fast = [p for p in first["params"] if not names[id(p)].startswith(prefix)]
+    return [
+        {**first, "params": fast},
+        {**first, "params": slow, "lr": 0.1 * first["lr"]},
+        *rest,
+    ]
