@@ -20,7 +20,7 @@ import polarprune
 ROOT = Path(polarprune.__file__).parent
 ORDER = {
     "errors": [],
-    "validation": ["numbers", "arguments", "pruner_state"],
+    "validation": ["numbers", "optional_packages", "arguments", "pruner_state"],
     "tracing": ["shape_only", "watched_sizes", "tape", "recorder"],
     "channels": ["labels", "propagation", "rules", "graph", "grouping", "connectivity"],
     "rewriting": [
@@ -40,7 +40,7 @@ ORDER = {
     "cost": ["resources", "budget", "timing", "latency", "other_scores"],
     "gates": ["gate", "fused", "install"],
     "analysis": ["trial_cuts", "inspection", "width_decisions", "trace"],
-    "report": ["html", "report", "plots"],
+    "report": ["facts", "text", "plots", "svg", "page", "report"],
     "training": ["proximal", "schedule", "controller", "stepper", "compaction", "pruner"],
     "files": ["untrusted", "model_file", "deployment"],
     "experiments": [
@@ -188,7 +188,7 @@ def test_the_door_has_exactly_eight_names() -> None:
 
 
 def test_importing_the_library_imports_no_tool_of_the_command_line() -> None:
-    tools = ["matplotlib", "rich", "typer", "sklearn"]
+    tools = ["jinja2", "matplotlib", "rich", "typer", "sklearn"]
     code = f"import sys, polarprune; print([tool for tool in {tools} if tool in sys.modules])"
     environment = {**os.environ, "PYTHONPATH": str(ROOT.parent)}
     done = subprocess.run(
