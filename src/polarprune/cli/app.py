@@ -19,9 +19,10 @@ from ..analysis.trace import trace
 from ..cost.timing import Timing, environment, side_by_side
 from ..errors import PruneError
 from ..experiments.networks import NETWORKS
-from ..experiments.run import make_folder, rebuilt, replacing, write_text
+from ..experiments.run import rebuilt
 from ..files.deployment import FORMATS, deploy
 from ..files.model_file import load, read_card, save
+from ..files.writing import make_folder, replacing, write_text
 from ..report.plots import save_gate_histogram
 from ..report.report import Report
 from ..validation.arguments import check_settings

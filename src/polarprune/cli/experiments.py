@@ -17,8 +17,9 @@ from ..experiments import methods
 from ..experiments.kinds import KINDS, open_data
 from ..experiments.processes import joined, rank_and_count
 from ..experiments.recipes import RECIPES, Recipe, recipe
-from ..experiments.run import Run, read_json, rebuilt, replacing, write_json
+from ..experiments.run import Run, read_json, rebuilt, write_json
 from ..experiments.task import Task
+from ..files.writing import replacing
 from ..report.plots import save_curve
 from .console import bar, console, device_of, fail, line
 

@@ -9,19 +9,19 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..cost.timing import environment
 from ..errors import PruneError
-from ..files.model_file import load, read_card, save, write_tensors
+from ..files.model_file import load, read_card, save
+from ..files.writing import cannot_write, make_folder, replacing, write_tensors, write_text
 from ..surgery.recipe import RECIPE
 from ..training.pruner import Pruner
 from .imagenet import from_torchvision
@@ -367,29 +367,6 @@ def _most_memory() -> int | None:
     return found if sys.platform == "darwin" else 1024 * found
 
 
-def make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        what = "that is a file" if folder.is_file() else str(error)
-        raise PruneError(f"{folder}: {what}; give a folder.") from error
-
-
-@contextmanager
-def replacing(file: Path) -> Iterator[Path]:
-    """A name to write to; what was written becomes `file` once all of it is there."""
-    special = file.is_symlink() or (file.exists() and not file.is_file())  # such as /dev/stdout
-    new = file if special else file.with_name(f"{file.name}.new")
-    try:
-        yield new
-        new.replace(file)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch raises its own
-        if not special:
-            with suppress(OSError):
-                new.unlink(missing_ok=True)
-        raise _unwritten(file, error) from error
-
-
 def append(file: Path, line: str) -> None:
     """All of a line, or nothing of it."""
     size = file.stat().st_size if file.exists() else 0
@@ -399,25 +376,7 @@ def append(file: Path, line: str) -> None:
     except OSError as error:
         with suppress(OSError):
             os.truncate(file, size)
-        raise _unwritten(file, error) from error
-
-
-def _unwritten(file: Path, error: BaseException) -> PruneError:
-    """Says why: torch only hints at what the system said to it."""
-    causes = [error]
-    while causes[-1].__context__ is not None:
-        causes.append(causes[-1].__context__)
-    said = next((one for one in causes if isinstance(one, OSError)), error)
-    why = said.strerror if isinstance(said, OSError) else str(said).partition("\n")[0]
-    return PruneError(
-        f"{file}: it cannot be written: {why}. What is there is kept as it was: make room or give "
-        f"another place, and run this again."
-    )
-
-
-def write_text(file: Path, text: str) -> None:
-    with replacing(file) as new:
-        new.write_text(text, encoding="utf-8")
+        raise cannot_write(file, error) from error
 
 
 def write_json(file: Path, content: Any) -> None:
