@@ -60,7 +60,17 @@ ORDER = {
         "concrete",
         "methods",
     ],
-    "cli": ["console", "demo", "experiments", "app"],
+    "cli": [
+        "console",
+        "arguments",
+        "demo",
+        "experiments",
+        "lazy",
+        "model_commands",
+        "report_commands",
+        "app",
+        "entry",
+    ],
 }
 PACKAGES = list(ORDER)
 RULES = ["movement", "reductions", "contractions", "table"]
