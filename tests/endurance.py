@@ -232,7 +232,7 @@ class Trials:
             try:
                 pp.save(small[1], file)
             except pp.PruneError as error:
-                wanted = rf"save: {file} cannot be written: .*(No space|too large).*make room, or"
+                wanted = rf"save: {file} cannot be written: .*(No space|too large).*free some space"
                 demand(re.match(wanted, str(error)), f"it says {error}")
             else:
                 raise Violation("it was saved on a full disk")
@@ -272,7 +272,7 @@ class Trials:
                 if ended.code == 0:
                     break
                 line = one_line(ended)
-                wanted = r"PruneError: .*/out\S*:? (it )?cannot be written: .*make room,? or give"
+                wanted = r"PruneError: .*/out\S*:? (it )?cannot be written: .*space,? or give"
                 demand(re.match(wanted, line) or "; give a folder." in line, line)
                 refusals += 1
                 for file in out.rglob("*.checkpoint"):
@@ -304,7 +304,7 @@ class Trials:
                     one()
 
                 line = one_line(started(cramped, self.place() / "log"))
-                demand(str(full.folder) in line and "make room" in line, line)
+                demand(str(full.folder) in line and "free some space" in line, line)
                 full.leave(None)
                 self.counts["refusals"] += 1
             demand(file.read_bytes() == b"before" == page.read_bytes(), "a file before is another")
@@ -328,7 +328,7 @@ class Trials:
                 app.app(["demo", "--epochs", "1", "--out", str(out)])
 
             line = one_line(started(task, self.place() / "log"))
-            demand("make room" in line or "give a folder" in line, line)
+            demand("free some space" in line or "give a folder" in line, line)
             self.counts["refusals"] += 1
             ended = started(lambda: task(None), self.place() / "log")
             demand(ended.code == 0, f"it does not go on: {ended.said[-600:]}")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 import polarprune as pp
-from polarprune.files.untrusted import BLANK, signed
+from polarprune.files.untrusted.checksum import BLANK, signed
 
 # --- the networks ---------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 import polarprune as pp
 from nets import NETS, cbr, digits_resnet, head
-from polarprune.files.untrusted import BLANK, signed
+from polarprune.files.untrusted.checksum import BLANK, signed
 from test_exact import traced
 
 # What each net is here for.
@@ -253,7 +253,7 @@ def test_what_was_there_stays_if_writing_fails(
     model, _ = shrunk("digits_resnet", "half")
     path = tmp_path / "small.safetensors"
     path.write_bytes(b"the one before")
-    monkeypatch.setattr("polarprune.files.model_file.save_file", full)
+    monkeypatch.setattr("polarprune.files.writing.save_file", full)
     with pytest.raises(pp.PruneError, match="no space left"):
         pp.save(model, path)
     assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == b"the one before"
@@ -358,7 +358,7 @@ def rewritten(saved: Path, path: Path, change: Callable[[dict[str, Any]], Any]) 
 
 def test_file_of_a_newer_version_is_refused(saved: Path, tmp_path: Path) -> None:
     path = rewritten(saved, tmp_path / "new.safetensors", lambda c: c.update(version=99))
-    refused(path, fresh(), "was written by a newer polarprune")
+    refused(path, fresh(), "was written by a newer version of polarprune; update")
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_compiled_model_is_counted_without_being_compiled_again():
     ("given", "said"),
     [
         (["demo", "--out", "{}/file"], "that is a file"),
-        (["demo", "--epochs", "0"], "--epochs 0: at least one"),
+        (["demo", "--epochs", "0"], "--epochs 0: give at least 1"),
         (["report", "{}/file"], "this is not what Report.to_json() writes"),
         (["report", "{}/numbers"], "this is not what Report.to_json() writes"),
         (["report", "{}/missing"], "not the report.json of a run"),
@@ -185,7 +185,7 @@ def test_compiled_model_is_counted_without_being_compiled_again():
         (["demo", "--macs", "0.00001"], "lowest"),
         (["demo", "--out", "{}/file/deeper"], "give a folder"),
         (["report", "{}/report.json", "--html", "{}/no/page.html"], "no/page.html: it cannot be"),
-        (["inspect", "nosuch:x", "--shape", "1,3"], "nosuch:x: it could not be made"),
+        (["inspect", "nosuch:x", "--shape", "1,3"], "nosuch:x: the model could not be made"),
     ],
 )
 def test_mistakes_get_one_line(given, said, written, tmp_path):

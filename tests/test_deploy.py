@@ -159,12 +159,15 @@ def test_rewritten_code_takes_any_batch(tmp_path: Path, suffix: str) -> None:
         (["--to", "{}/x.tflite"], "give a name that ends in .onnx or .pt2"),
         (["--to", "{}/none/x.pt2"], "there is no folder"),
         (["--to", "{}/x.pt2", "--shape", "a"], "give sizes, as 1,3,224,224"),
-        (["--to", "{}/x.pt2", "--model", "polarprune.cli.demo:Missing"], "it could not be made"),
+        (
+            ["--to", "{}/x.pt2", "--model", "polarprune.cli.demo:Missing"],
+            "the model could not be made",
+        ),
         (
             ["--to", "{}/x.pt2", "--model", ""],
-            "it is of no network known here: say what makes it (--model)",
+            "small.safetensors: unknown network; pass --model package.module:factory",
         ),
-        (["--to", "{}/x.pt2", "--shape", "1,5,8,8"], "x.pt2: this model could not be written so: "),
+        (["--to", "{}/x.pt2", "--shape", "1,5,8,8"], "x.pt2: this model could not be exported: "),
         (["--to", "{}/x.onnx", "--shape", "1,5,8,8"], "expected input[1, 5, 8, 8]"),
     ],
 )
@@ -181,5 +184,5 @@ def test_mistakes_get_one_line(file: Path, given: list[str], said: str, tmp_path
 
 def test_onnx_is_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(pp.PruneError, match=r"pip install polarprune\[onnx\]"):
+    with pytest.raises(pp.PruneError, match=r"pip install 'polarprune\[onnx\]'"):
         deploy(nn.Linear(4, 3), (torch.randn(1, 4),), tmp_path / "x.onnx")

@@ -611,8 +611,8 @@ def test_a_run_that_is_finished_is_not_done_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--hold-out", "-5"], "--hold-out -5: give a number from 0 on"),
-        (["--hold-out", "100000"], "less than the 100 examples"),
+        (["--hold-out", "-5"], "--hold-out -5: give a number from 0 to 99"),
+        (["--hold-out", "100000"], "less than the number of training examples"),
         (["--dry-run", "-2"], "--dry-run -2"),
         (["--set", "batch=60000"], "are less than one batch"),
         (["--device", "gpu"], "--device gpu: give cpu or cuda"),

@@ -246,7 +246,7 @@ def test_the_door_has_exactly_eight_names() -> None:
 
 
 def test_importing_the_library_imports_no_tool_of_the_command_line() -> None:
-    tools = ["matplotlib", "rich", "typer", "sklearn"]
+    tools = ["jinja2", "matplotlib", "rich", "typer", "sklearn"]
     code = f"import sys, polarprune; print([tool for tool in {tools} if tool in sys.modules])"
     environment = {**os.environ, "PYTHONPATH": str(ROOT.parent)}
     done = subprocess.run(

@@ -25,7 +25,9 @@ import attack
 import forgeries
 import polarprune as pp
 from forgeries import NETWORKS, Victim, node, of_version_1, victim
-from polarprune.files import model_file, untrusted
+from polarprune.files import model_file
+from polarprune.files.untrusted import metadata
+from polarprune.files.untrusted.json_text import parse_json
 from polarprune.rewriting import allowed_calls, interpreter, size_limits, stored_graphs
 
 SOURCES = Path(pp.__file__).parent
@@ -610,7 +612,7 @@ def test_text_that_save_does_not_write_is_refused(
 
 def test_brackets_in_texts_do_not_count_as_depth() -> None:
     text = json.dumps({"a": "[" * 500 + '\\" {' * 100})
-    assert untrusted.parsed(text) == json.loads(text)
+    assert parse_json(text) == json.loads(text)
 
 
 def test_a_card_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
@@ -743,12 +745,12 @@ def test_code_is_not_endless(
 ) -> None:
     one = victims["rewritten code"]
     small = opened(one, one.data, tmp_path)
-    monkeypatch.setattr(untrusted, "_CODE", 2000)
+    monkeypatch.setattr(metadata, "_MOST_CODE_VALUES", 2000)
     opened(one, one.data, tmp_path)
     for added in (chain(200, X, lambda name, x: call(name, "abs", x)),
                   [call("h", "torch.cat", {"list": [1] * 2000})]):  # fmt: skip
         refused(one, with_nodes(one, added), tmp_path, "too much code")
-    monkeypatch.setattr(untrusted, "_CODE", 10)
+    monkeypatch.setattr(metadata, "_MOST_CODE_VALUES", 10)
     with pytest.raises(pp.PruneError, match="could not be loaded again: it holds too much code"):
         pp.save(small, tmp_path / "again.safetensors")
 

@@ -454,7 +454,8 @@ for path, why in {
 }.items():
     FRESH[f"save: to {path!r}"] = (
         lambda w, path=path: pp.save(w.small, w.folder / path),
-        f"save: .*{path} cannot be written: .*{why}.*What is there is kept.*give another path",
+        f"save: .*{path} cannot be written: .*{why}.*The file that was there is unchanged.*"
+        "give another path",
     )
 CARDS: dict[str, tuple[Any, str]] = {
     "a number": (3, "save: card is a int; give a dict of plain data"),
@@ -469,7 +470,10 @@ for name, (wrong, said) in CARDS.items():
     FRESH[f"save: a card, {name}"] = (
         lambda w, wrong=wrong: pp.save(w.small, w.folder / "new", card=wrong), said,
     )  # fmt: skip
-NOT_MADE = r"save: {} was not made by export\(\) or shrink\(\); a plain model needs no recipe: use"
+NOT_MADE = (
+    r"save: {} was not made by export\(\) or shrink\(\). A model that was not pruned needs no "
+    r"recipe: use"
+)
 FRESH |= {
     "save: a plain model": (lambda w: pp.save(w.net, w.folder / "new"),
                             NOT_MADE.format("Sequential")),
@@ -570,16 +574,16 @@ TEXTS: dict[str, Any] = {
 for name, text in TEXTS.items():
     FRESH[f"Report.from_json: {name}"] = (
         lambda w, text=text: Report.from_json(text),
-        r"report: this is not what Report.to_json\(\) writes .*Give the text of such a file",
+        r"report: this is not what Report.to_json\(\) writes .*Give the text of a report.json",
     )
 for value in (1, 0, -1, 2.5, None, "3"):
     FRESH[f"snapshots: {value!r}"] = (
         lambda w, value=value: REPORT.snapshots(value),
-        r"snapshots: count=.*; give a whole number from 2 on",
+        r"snapshots: count=.*; give an integer of at least 2",
     )
 FRESH["to_json: a tensor"] = (
     lambda w: dataclasses.replace(REPORT, results={"x": X}).to_json(),
-    "report: it holds what JSON cannot .*Give plain data as results",
+    "report: it holds a value that JSON cannot represent .*Give plain data as results",
 )
 
 # --- calls of a pruner ----------------------------------------------------------------------------
@@ -822,22 +826,22 @@ def test_there_are_many_wrong_calls() -> None:
 
 DIGITS = "polarprune.cli.demo:DigitsNet"
 COMMANDS: list[tuple[str, str]] = [
-    ("inspect nowhere --shape 1,3", "nowhere: give package.module:callable"),
-    ("inspect nowhere:net --shape 1,3", "nowhere:net: it could not be made"),
-    (f"inspect {DIGITS}s --shape 1,1,8,8", "DigitsNets: it could not be made"),
+    ("inspect nowhere --shape 1,3", "nowhere: give package.module:factory"),
+    ("inspect nowhere:net --shape 1,3", "nowhere:net: the model could not be made"),
+    (f"inspect {DIGITS}s --shape 1,1,8,8", "DigitsNets: the model could not be made"),
     (f"inspect {DIGITS} --shape 1,1,8", "the model does not run on the example inputs"),
     (f"inspect {DIGITS} --shape 1,1,8,x", "--shape 1,1,8,x: give sizes"),
     (f"inspect {DIGITS} --shape 1,1,8,8:word", "--shape 1,1,8,8:word: give sizes"),
     (f"inspect {DIGITS} --shape 1,1,8,8 --keep layer9", "keep: no module with parameters matches"),
     (f"bench {DIGITS} --shape 1,3", "it does not run on --shape"),
-    (f"bench {DIGITS} --shape 1,1,8,8 --runs 0", "--runs 0: at least one"),
-    (f"bench {DIGITS} --shape 1,1,8,8 --threads -1", "--threads -1: a number from 0 to"),
+    (f"bench {DIGITS} --shape 1,1,8,8 --runs 0", "--runs 0: give at least 1"),
+    (f"bench {DIGITS} --shape 1,1,8,8 --threads -1", "--threads -1: give a number from 0 to"),
     (f"bench {DIGITS} --shape 1,1,8,8 --device gpu", "--device gpu: give cpu or cuda"),
     (f"bench {DIGITS} --shape 1,1,8,8 --small none", "load: there is no file none. Give a file"),
     (f"bench {DIGITS} --shape 1,1,8,8 --small small.safetensors", "damaged, or of another model"),
     ("export none --shape 1,3 --to x.pt2", "load: there is no file none. Give a file"),
     ("export text --shape 1,3 --to x.pt2", "load: text is not a safetensors file"),
-    ("export small.safetensors --shape 1,3 --to x.pt2", "say what makes it (--model)"),
+    ("export small.safetensors --shape 1,3 --to x.pt2", "unknown network; pass --model"),
     (f"export small.safetensors --shape 1,3 --to x.pt2 --model {DIGITS}", "of another model"),
     ("eval none --data cifar10:x", "load: there is no file none. Give a file"),
     ("eval small.safetensors --data cifar10:x", "its card names the network None, which is not"),
@@ -846,7 +850,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("report strange.json", "this is not what Report.to_json() writes"),
     ("report report.json --html none/x.html", "none/x.html: it cannot be written: No such file"),
     ("report report.json --html folder", "folder: it cannot be written: Is a directory"),
-    ("demo --epochs 0", "--epochs 0: at least one"),
+    ("demo --epochs 0", "--epochs 0: give at least 1"),
     ("demo --macs 1.5", "macs=1.5: a budget is a fraction of the original"),
     ("demo --out text", "text: that is a file; give a folder"),
     ("train resnet99 --data cifar10:x", "there is no recipe 'resnet99'"),

@@ -18,6 +18,7 @@ from polarprune.surgery.proof import count_macs
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "zoo").glob("*.safetensors"))
+VERSION = 1  # of the format: all shipped files were written before version 2
 
 
 def test_there_are_models() -> None:
@@ -40,6 +41,29 @@ def test_a_shipped_model_is_what_its_card_says(file: Path) -> None:
     before, after = (row["accuracy"] for row in card["table"][1:3])
     assert after == card["accuracy"]
     assert [before, last["accuracy"]] == pytest.approx([after, after], abs=2e-4)  # GPUs round
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_shipped_file_of_version_1_loads_and_is_saved_as_version_2(
+    file: Path, tmp_path: Path
+) -> None:
+    content = metadata(file)
+    assert content["version"] == VERSION and "sha256" not in content
+    model, _ = rebuilt(file)
+    again = tmp_path / "again.safetensors"
+    pp.save(model, again, card=content["card"])
+    assert metadata(again)["version"] == 2 and len(metadata(again)["sha256"]) == 64
+    image = torch.randn(1, 3, 32, 32)
+    loaded = pp.load(again, model=NETWORKS[content["card"]["network"]]())
+    assert torch.equal(loaded.eval()(image), model.eval()(image))
+
+
+def metadata(file: Path) -> dict[str, Any]:
+    """The JSON of a file, read without polarprune."""
+    data = file.read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    found: dict[str, Any] = json.loads(header["__metadata__"]["polarprune"])
+    return found
 
 
 def test_a_file_with_the_old_name_of_a_network_is_refused(tmp_path: Path) -> None:

@@ -19,11 +19,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from polarprune.experiments.runs.cuda_graph import CapturedStep
 
 from benchmarks.store import read_numbers, write_numbers
 from polarprune import Gate, Schedule
 from polarprune.cost.timing import environment
+from polarprune.experiments.runs.cuda_graph import CapturedStep
 from polarprune.training.stepper import Stepper
 
 NAME = "proximal"

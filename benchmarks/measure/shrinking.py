@@ -27,13 +27,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from polarprune.experiments.runs.cuda_graph import CapturedStep
 from torch import nn
 
 import polarprune as pp
 from benchmarks.measure.overhead import vision
 from benchmarks.store import read_numbers, write_numbers
 from polarprune.cost.timing import environment, wait
+from polarprune.experiments.runs.cuda_graph import CapturedStep
 
 NAME = "shrinking"
 CASES: dict[str, dict[str, Any]] = {

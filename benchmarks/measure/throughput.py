@@ -13,12 +13,12 @@ import time
 from typing import Any
 
 import torch
-from polarprune.experiments.data.distillation import classification_loss
 from torch import Tensor
 
 from benchmarks.store import read_numbers, write_numbers
 from polarprune import Pruner
 from polarprune.cost.timing import environment
+from polarprune.experiments.data.distillation import classification_loss
 from polarprune.experiments.data.task import InMemoryStream
 from polarprune.experiments.networks.table import NETWORKS
 from polarprune.experiments.presets import preset

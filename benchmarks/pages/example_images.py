@@ -18,7 +18,6 @@ import numpy
 import torch
 from matplotlib.figure import Figure
 from PIL import Image
-from polarprune.experiments.runs.pruned_file import rebuild
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -29,6 +28,7 @@ from polarprune.experiments.data.table import open_data
 from polarprune.experiments.data.task import evaluating
 from polarprune.experiments.data.voc import CLASSES, Voc
 from polarprune.experiments.networks.table import NETWORKS
+from polarprune.experiments.runs.pruned_file import rebuild
 
 OUT = FIGURES
 TEST_PHOTOS = 20  # photos that are not trained on

@@ -1,5 +1,5 @@
-"""`python -m polarprune`"""
+"""`python -m polarprune`: the command line."""
 
-from .cli.app import app
+from .cli.entry import main
 
-app(prog_name="polarprune")
+main()

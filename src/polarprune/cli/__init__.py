@@ -1,5 +1,6 @@
-"""The command line: commands of the library, of the experiments, and the demonstration.
+"""The command line of polarprune, and the demonstration that it runs.
 
 In: the arguments of a terminal command. Out: printed tables and files. It may import every other
-package; no other package imports it.
+package; no other package imports it. `entry` starts it, `app` lists the commands, and the
+experiments are imported only when a command needs them (`lazy`).
 """

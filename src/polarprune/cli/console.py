@@ -1,4 +1,4 @@
-"""What all commands share: how they show a training, where they run, and how they fail."""
+"""Output that all commands share: the console, progress bars, log lines and errors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,13 @@ from ..errors import PruneError
 console = Console(emoji=False)
 
 
+def say(text: str) -> None:
+    """Print a text as it is: without markup, colours or line breaks."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def bar() -> Progress:
-    """Of epochs."""
+    """Return a progress bar of epochs."""
     return Progress(
         TextColumn("{task.description:>10}"),
         BarColumn(bar_width=20),
@@ -28,7 +33,7 @@ def bar() -> Progress:
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row of a log."""
+    """Format a row of a training log."""
     text = f"loss {row['loss']:.3f}"
     if "accuracy" in row:
         text += f"  accuracy {row['accuracy']:.1%}"
@@ -41,18 +46,22 @@ def line(row: dict[str, Any]) -> str:
 
 
 def device_of(name: str) -> str:
-    """As torch knows it; what is there, if none is named."""
+    """Return the device of that name, or the best available one for an empty name.
+
+    Raises:
+        PruneError: If torch cannot use the device.
+    """
     if not re.fullmatch(r"|cpu|cuda(:\d+)?", name):
         raise PruneError(f"--device {name}: give cpu or cuda.")
     gpu = torch.cuda.is_available()
     if name.startswith("cuda") and not gpu:
-        raise PruneError(f"--device {name}: there is no GPU that torch can use here.")
+        raise PruneError(f"--device {name}: torch finds no GPU; give cpu.")
     return name or ("cuda" if gpu else "cpu")
 
 
 def fail(error: Exception) -> NoReturn:
-    """One line, and no more."""
-    to = Console(stderr=True, emoji=False)
+    """Print an error as one line on stderr and end the command with exit code 1."""
+    stderr = Console(stderr=True, emoji=False)
     text = " ".join(f"{type(error).__name__}: {error}".splitlines())
-    to.print(text, style="red", markup=False, soft_wrap=True)
+    stderr.print(text, style="red", markup=False, soft_wrap=True)
     raise typer.Exit(1)

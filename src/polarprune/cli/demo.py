@@ -1,6 +1,6 @@
 """The demonstration: a small residual network on real handwritten digits, pruned while it trains.
 
-scikit-learn brings the data (1,797 images of 8×8), so that nothing has to be downloaded.
+scikit-learn contains the data (1,797 images of 8×8), so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cost.timing import environment, side_by_side
-from ..errors import PruneError
 from ..report.report import Report
 from ..training.pruner import Pruner
+from ..validation.optional_packages import optional_package
 
 Progress = Callable[[dict[str, Any]], None]
 
@@ -73,7 +73,7 @@ class Digits:
     test_y: Tensor
 
     def batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """One epoch, shuffled, each image shifted by up to one pixel."""
+        """Yield the batches of one epoch, shuffled, with images shifted by up to one pixel."""
         order = torch.randperm(len(self.train_x))
         for pick in order[: len(order) // size * size].split(size):
             dx, dy = torch.randint(-1, 2, (2,)).tolist()
@@ -81,11 +81,13 @@ class Digits:
 
 
 def load_digits() -> Digits:
-    try:
-        from sklearn.datasets import load_digits as load
-    except ImportError as error:
-        raise PruneError("the demo needs scikit-learn: pip install polarprune[cli]") from error
-    raw = load()
+    """Return the digits of scikit-learn, with a fixed split into training and test images.
+
+    Raises:
+        PruneError: If scikit-learn is not installed.
+    """
+    datasets = optional_package("sklearn.datasets", needed_for="the demo", extra="cli")
+    raw = datasets.load_digits()
     images = torch.tensor(raw.images, dtype=torch.float32).unsqueeze(1) / 16
     classes = torch.tensor(raw.target, dtype=torch.long)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
@@ -94,6 +96,7 @@ def load_digits() -> Digits:
 
 
 def predict(model: nn.Module, x: Tensor) -> Tensor:
+    """Return the outputs in eval mode, and restore the mode of the model."""
     was = model.training
     model.eval()
     with torch.no_grad():
@@ -103,12 +106,13 @@ def predict(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def accuracy(model: nn.Module, data: Digits) -> float:
+    """Return the fraction of test images that the model classifies correctly."""
     return float((predict(model, data.test_x).argmax(1) == data.test_y).float().mean())
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Every number of the demonstration."""
+    """All settings of the demonstration."""
 
     budget: float = 0.5
     plain_epochs: int = 10
@@ -122,7 +126,7 @@ class Settings:
 
 
 class Demo:
-    """Train, prune while training, export, compare, fine-tune."""
+    """One run of the demonstration: train, prune while training, export, compare, fine-tune."""
 
     def __init__(self, settings: Settings, progress: Progress = lambda row: None) -> None:
         torch.manual_seed(settings.seed)
@@ -134,11 +138,12 @@ class Demo:
 
     @property
     def total_epochs(self) -> int:
+        """Return the number of epochs of all stages."""
         return self.settings.plain_epochs + self.settings.epochs + self.settings.tune_epochs
 
     def run(self) -> tuple[Report, nn.Module]:
-        """The report, with the paper's Table 1 for this run, and the small model."""
-        with torch.random.fork_rng():  # a budget out of reach is refused at once
+        """Run all stages; return the report, with accuracy and cost by stage, and the model."""
+        with torch.random.fork_rng():  # refuse an unreachable budget before training
             Pruner(DigitsNet(), self.data.test_x[:2], macs=self.settings.budget, steps=1)
         self.fit(self.model, self.settings.plain_epochs, self.settings.lr, "train")
         unpruned, baseline = copy.deepcopy(self.model), accuracy(self.model, self.data)
@@ -161,6 +166,7 @@ class Demo:
         return replace(report, results=results), tuned
 
     def prune(self) -> Pruner:
+        """Train with gates until the budget is met."""
         steps = self.settings.epochs * self.per_epoch
         example = self.data.train_x[:2]
         self.pruner = Pruner(self.model, example, macs=self.settings.budget, steps=steps)
@@ -168,7 +174,7 @@ class Demo:
         return self.pruner
 
     def fit(self, model: nn.Module, epochs: int, lr: float, stage: str) -> None:
-        """An ordinary training loop: with a pruner, the only difference is `attach`."""
+        """Train a model. The loop is an ordinary one; a pruner only adds `attach`."""
         decay = self.settings.weight_decay
         groups = (
             self.pruner.param_groups(lr=lr, weight_decay=decay)
@@ -192,6 +198,7 @@ class Demo:
             self.tell(stage, model, total / self.per_epoch)
 
     def tell(self, stage: str, model: nn.Module, loss: float) -> None:
+        """Report the state after an epoch to the progress callback."""
         row: dict[str, Any] = {"stage": stage, "loss": loss}
         row["accuracy"] = accuracy(model, self.data)
         if self.pruner:
@@ -205,7 +212,7 @@ def _row(stage: str, accuracy: float, cost: dict[str, int]) -> dict[str, Any]:
 
 
 def compare(gated: nn.Module, small: nn.Module, x: Tensor) -> dict[str, Any]:
-    """The two models image by image."""
+    """Compare the predictions and outputs of two models on every image."""
     left, right = predict(gated, x), predict(small, x)
     return {
         "identical_predictions": bool((left.argmax(1) == right.argmax(1)).all()),
@@ -215,6 +222,6 @@ def compare(gated: nn.Module, small: nn.Module, x: Tensor) -> dict[str, Any]:
 
 
 def latency(before: nn.Module, after: nn.Module, x: Tensor, runs: int = 60) -> dict[str, Any]:
-    """Median milliseconds of a forward pass, the two models in turn."""
+    """Measure the median time of a forward pass in milliseconds; the two models take turns."""
     found = side_by_side({"before": before, "after": after}, x, runs=runs)
     return {**{name: one.median for name, one in found.items()}, "runs": runs, "batch": len(x)}

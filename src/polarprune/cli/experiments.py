@@ -1,4 +1,7 @@
-"""`polarprune train`, `sweep` and `eval`."""
+"""`polarprune train`, `sweep` and `eval`: the commands of the experiments.
+
+`lazy` imports this module when one of them is called, or when `export` rebuilds a network.
+"""
 
 from __future__ import annotations
 
@@ -16,40 +19,54 @@ from ..errors import PruneError
 from ..experiments.data.table import DATA_SETS, open_data
 from ..experiments.data.task import Task
 from ..experiments.methods.table import ALL_METHODS, check
+from ..experiments.networks.table import NETWORKS
 from ..experiments.presets import PRESETS, preset
 from ..experiments.processes import process_group, rank_and_count
-from ..experiments.runs.files import read_json, replacing, write_json
+from ..experiments.runs.files import read_json, write_json
 from ..experiments.runs.prune import prune
 from ..experiments.runs.pruned_file import rebuild
 from ..experiments.runs.run import Run
 from ..experiments.settings import Settings
+from ..files.writing import replacing
 from ..report.plots import save_curve
-from .console import bar, console, device_of, fail, line
+from .console import bar, console, device_of, fail, line, say
 
-Network = Annotated[str, typer.Argument(help="a recipe: " + ", ".join(PRESETS))]
+app = typer.Typer(add_completion=False)
+Network = Annotated[str, typer.Argument(help="a preset: " + ", ".join(PRESETS))]
 DataName = Annotated[str, typer.Option(help=", ".join(f"{kind}:DIR" for kind in DATA_SETS))]
 MethodName = Annotated[str, typer.Option(help="gdp is ours; to compare: " + ", ".join(ALL_METHODS))]
 Baseline = Annotated[
-    Path | None, typer.Option(help="weights of the whole network; trained and written there")
+    Path | None, typer.Option(help="weights of the original network; trained and written if absent")
 ]
 Changes = Annotated[
-    list[str] | None, typer.Option("--set", help="another number in the recipe: epochs=100")
+    list[str] | None, typer.Option("--set", help="change a setting of the preset: epochs=100")
 ]
-Seed = Annotated[int | None, typer.Option(help="of all random numbers")]
+Seed = Annotated[int | None, typer.Option(help="seed of all random numbers")]
 HoldOut = Annotated[
-    int, typer.Option(help="score on so many training images instead of the test set")
+    int, typer.Option(help="score on this many training images instead of the test set")
 ]
-Device = Annotated[str, typer.Option(help="cpu or cuda; whatever is there")]
+Device = Annotated[str, typer.Option(help="cpu or cuda; by default cuda if torch finds a GPU")]
 
 
+def knows(network: str) -> bool:
+    """Return True if `rebuild` can make a network of this name."""
+    return network in NETWORKS
+
+
+# --- train ----------------------------------------------------------------------------------------
+
+
+@app.command()
 def train(
     network: Network,
     data: DataName,
     macs: Annotated[float | None, typer.Option(help="budget, as a fraction of the MACs")] = None,
-    params: Annotated[float | None, typer.Option(help="the same for parameters")] = None,
+    params: Annotated[
+        float | None, typer.Option(help="budget, as a fraction of the parameters")
+    ] = None,
     lam: Annotated[
         float | None,
-        typer.Option(help="the paper's λ instead of a budget; leaves the ratio open"),
+        typer.Option(help="the paper's fixed λ instead of a budget; the ratio follows from it"),
     ] = None,
     method: MethodName = "gdp",
     out: Annotated[Path, typer.Option(help="folder for models, log and report")] = Path(
@@ -57,17 +74,17 @@ def train(
     ),
     baseline: Baseline = None,
     start: Annotated[
-        Path | None, typer.Option(help="weights that a baseline begins with, where names agree")
+        Path | None, typer.Option(help="initial weights of a baseline, where names agree")
     ] = None,
     change: Changes = None,
     seed: Seed = None,
     hold_out: HoldOut = 0,
     dry_run: Annotated[
-        int, typer.Option(help="only so many steps: prints time, memory and path of the cost")
+        int, typer.Option(help="run this many steps; print time, memory and the planned cost")
     ] = 0,
     device: Device = "",
 ) -> None:
-    """Train a network, prune it to a budget while it trains on, and score what is left."""
+    """Train a network, prune it to a budget while it trains, and score the small network."""
     limits = {"macs": macs, "params": params, "lam": lam}
     given = {key: limit for key, limit in limits.items() if limit is not None}
     try:
@@ -76,98 +93,48 @@ def train(
         wanted, found = _prepared(network, data, change, seed, hold_out)
         if dry_run < 0:
             raise PruneError(f"--dry-run {dry_run}: give a number of steps.")
-        with _shown(device) as (here, show):
+        with _progress(device) as (here, show):
             run = Run(wanted, found, out, device=here, progress=show)
             if dry_run:
-                trained = (baseline or out / "baseline.safetensors").exists()
-                goal = given or {"macs": 0.5}
-                _rehearsed(run.rehearse(dry_run, trained=trained, **goal), goal)
+                _rehearse(run, dry_run, given, baseline or out / "baseline.safetensors")
                 return
             card = _pruned(run, method, given, hold_out, baseline, start)
     except PruneError as error:
         fail(error)
-    if card is None:
-        return
+    if card is not None:
+        _show_card(card, found, out)
+
+
+def _show_card(card: dict[str, Any], task: Task, out: Path) -> None:
     for row in card["table"]:
-        score = found.shown(row[found.measure])
-        console.print(f"{row['stage']:>16}  {score}  {row['macs']:,} MACs  "
-                      f"{row['params']:,} params", markup=False, highlight=False)  # fmt: skip
-    console.print(f"{card['macs_share']:.2%} of the MACs, {card['params_share']:.2%} of the params."
-                  f" Written to {out}/", markup=False)  # fmt: skip
+        say(
+            f"{row['stage']:>16}  {task.shown(row[task.measure])}  {row['macs']:,} MACs  "
+            f"{row['params']:,} params"
+        )
+    console.print(
+        f"{card['macs_share']:.2%} of the MACs, {card['params_share']:.2%} of the params."
+        f" Written to {out}/",
+        markup=False,
+    )
 
 
 def _prepared(
     network: str, data: str, change: list[str] | None, seed: int | None, hold_out: int
 ) -> tuple[Settings, Task]:
-    """The recipe with its changes, and the data it is for."""
+    """Return the settings of a preset with its changes, and the data that it is for."""
     own = {} if seed is None else {"seed": seed}
     wanted = preset(network, **{**_changes(change or []), **own})
     found = open_data(data, wanted)
     if not 0 <= hold_out < found.counts[0]:
         raise PruneError(
-            f"--hold-out {hold_out}: give a number from 0 on, less than the {found.counts[0]:,} "
-            f"examples there are to learn from."
+            f"--hold-out {hold_out}: give a number from 0 to {found.counts[0] - 1:,}, less than "
+            f"the number of training examples."
         )
     return wanted, found.held_out(hold_out) if hold_out else found
 
 
-@contextmanager
-def _shown(device: str) -> Iterator[tuple[str, Callable[[dict[str, Any]], None]]]:
-    """The device of this process, and what shows a row of a log."""
-    with process_group(device_of(device)) as here, bar() as shown:
-        console.quiet = rank_and_count()[0] > 0
-        task = shown.add_task("starting", total=None, info="", visible=False)
-
-        def show(row: dict[str, Any]) -> None:
-            shown.update(task, completed=row["epoch"], total=row["epochs"], visible=True,
-                       description=row["stage"], info=line(row))  # fmt: skip
-            if not console.is_terminal:  # a log: there is no bar to be seen
-                console.print(f"{row['stage']} {row['epoch']}/{row['epochs']}  {line(row)}",
-                              soft_wrap=True, highlight=False)  # fmt: skip
-
-        yield here, show
-
-
-def _pruned(
-    run: Run,
-    method: str,
-    given: dict[str, float],
-    hold_out: int,
-    baseline: Path | None,
-    start: Path | None = None,
-) -> dict[str, Any] | None:
-    """The card of a run, of now or of before; without a budget there is none, only a baseline."""
-    run.claim({"method": method, "budget": given, "hold_out": hold_out})
-    done = run.finished() if given else None
-    if done is not None:
-        return done
-    run.check(given, baseline)
-    model = run.baseline(baseline, start)
-    if given:
-        return prune(run, model, method, **given)
-    console.print(f"baseline: {run.data.shown(run.score(model))}", markup=False)
-    return None
-
-
-def _rehearsed(found: dict[str, Any], goal: dict[str, float]) -> None:
-    told = ", ".join(f"{key} {value:g}" for key, value in goal.items())
-    console.print(f"goal: {told}", markup=False, highlight=False)
-    for stage, row in found["stages"].items():
-        hours = row["seconds_a_step"] * row["steps"] / 3600
-        memory = f", {row['memory'] / 2**30:.1f} GiB" if row["memory"] else ""
-        console.print(f"{stage:>8}: {row['steps']:,} steps of {1000 * row['seconds_a_step']:.1f} "
-                      f"ms, {hours:.2f} hours{memory}", markup=False, highlight=False)  # fmt: skip
-    console.print(f"{found['channels']:,} channels may go", markup=False, highlight=False)
-    for key, shares in found["path"].items():
-        path = "  ".join(f"{share:.0%}" for share in shares)
-        console.print(f"{key} left after each tenth of the epochs: {path}", markup=False,
-                      highlight=False)  # fmt: skip
-    if "lam" in goal:
-        console.print("with lam= what is left is not known in advance", markup=False)
-
-
 def _changes(given: list[str]) -> dict[str, Any]:
-    """key=value, as the recipe has them; `schedule.done=0.4` reaches into its schedule."""
+    """Parse key=value pairs; `schedule.done=0.4` changes the schedule of the recipe."""
     found: dict[str, Any] = {}
     for text in given:
         key, equals, value = text.partition("=")
@@ -180,10 +147,70 @@ def _changes(given: list[str]) -> dict[str, Any]:
     return found
 
 
+@contextmanager
+def _progress(device: str) -> Iterator[tuple[str, Callable[[dict[str, Any]], None]]]:
+    """Give the device of this process, and a function that shows a row of the log."""
+    with process_group(device_of(device)) as here, bar() as shown:
+        console.quiet = rank_and_count()[0] > 0
+        task = shown.add_task("starting", total=None, info="", visible=False)
+
+        def show(row: dict[str, Any]) -> None:
+            done, total, text = row["epoch"], row["epochs"], line(row)
+            shown.update(task, completed=done, total=total, visible=True)
+            shown.update(task, description=row["stage"], info=text)
+            if not console.is_terminal:  # a log file shows no bar
+                say(f"{row['stage']} {done}/{total}  {text}")
+
+        yield here, show
+
+
+def _pruned(
+    run: Run,
+    method: str,
+    given: dict[str, float],
+    hold_out: int,
+    baseline: Path | None,
+    start: Path | None = None,
+) -> dict[str, Any] | None:
+    """Return the card of a run, which may be finished already; None without a budget."""
+    run.claim({"method": method, "budget": given, "hold_out": hold_out})
+    done = run.finished() if given else None
+    if done is not None:
+        return done
+    run.check(given, baseline)
+    model = run.baseline(baseline, start)
+    if given:
+        return prune(run, model, method, **given)
+    console.print(f"baseline: {run.data.shown(run.score(model))}", markup=False)
+    return None
+
+
+def _rehearse(run: Run, steps: int, given: dict[str, float], baseline: Path) -> None:
+    """Run a few steps, and print what the complete run would take."""
+    goal = given or {"macs": 0.5}
+    found = run.rehearse(steps, trained=baseline.exists(), **goal)
+    say("goal: " + ", ".join(f"{key} {value:g}" for key, value in goal.items()))
+    for stage, row in found["stages"].items():
+        hours = row["seconds_a_step"] * row["steps"] / 3600
+        memory = f", {row['memory'] / 2**30:.1f} GiB" if row["memory"] else ""
+        took = f"{1000 * row['seconds_a_step']:.1f} ms, {hours:.2f} hours"
+        say(f"{stage:>8}: {row['steps']:,} steps of {took}{memory}")
+    say(f"{found['channels']:,} channels are prunable")
+    for key, shares in found["path"].items():
+        path = "  ".join(f"{share:.0%}" for share in shares)
+        say(f"{key} left after each tenth of the epochs: {path}")
+    if "lam" in goal:
+        say("with lam= the remaining cost is not known in advance")
+
+
+# --- sweep ----------------------------------------------------------------------------------------
+
+
+@app.command()
 def sweep(
     network: Network,
     data: DataName,
-    macs: Annotated[list[float], typer.Option(help="a budget, as in train; several times")],
+    macs: Annotated[list[float], typer.Option(help="a budget, as in train; repeat the option")],
     method: MethodName = "gdp",
     out: Annotated[Path, typer.Option(help="folder for a run of each budget, and the curve")] = (
         Path("runs/sweep")
@@ -194,12 +221,12 @@ def sweep(
     hold_out: HoldOut = 0,
     device: Device = "",
 ) -> None:
-    """Prune one network to several budgets: what is left of its score at each of them."""
+    """Prune one network to several budgets, and score the small network at each of them."""
     try:
         for share in macs:
             check(method, {"macs": share})
         wanted, found = _prepared(network, data, change, seed, hold_out)
-        with _shown(device) as (here, show):
+        with _progress(device) as (here, show):
             first = Run(wanted, found, out, device=here, progress=show)
             first.claim({"method": method, "budget": {}, "hold_out": hold_out})
             first.check({"macs": min(macs)}, baseline)
@@ -208,27 +235,28 @@ def sweep(
             for share in sorted(set(macs)):
                 run = Run(wanted, found, out / f"macs-{share}", device=here, progress=show)
                 _pruned(run, method, {"macs": share}, hold_out, trained)
-            cards = [read_json(file) for file in out.glob("macs-*/card.json")]
-            rows = sorted((_point(card) for card in cards), key=lambda row: -row["budget"])
-            if rank_and_count()[0] == 0:
-                write_json(out / "sweep.json", rows)
-                with replacing(out / "sweep.png") as new:
-                    save_curve(rows, found.measure, new)
+            rows = _write_curve(out, found.measure)
     except PruneError as error:
         fail(error)
-    table = Table(box=None, padding=(0, 1))
-    for column in ("budget", "MACs", "params", found.measure, "baseline"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        scores = (found.shown(row[key]) for key in ("score", "baseline"))
-        table.add_row(f"{row['budget']:.2%}", f"{row['macs']:.2%}", f"{row['params']:.2%}", *scores)
-    console.print(table)
-    console.print(f"Written to {out}/: sweep.json, sweep.png, and a folder for each budget",
-                  markup=False)  # fmt: skip
+    _show_curve(rows, found)
+    console.print(
+        f"Written to {out}/: sweep.json, sweep.png, and a folder for each budget", markup=False
+    )
+
+
+def _write_curve(out: Path, measure: str) -> list[dict[str, float]]:
+    """Collect the cards of all runs in the folder; the first process writes table and picture."""
+    cards = [read_json(file) for file in out.glob("macs-*/card.json")]
+    rows = sorted((_point(card) for card in cards), key=lambda row: -row["budget"])
+    if rank_and_count()[0] == 0:
+        write_json(out / "sweep.json", rows)
+        with replacing(out / "sweep.png") as new:
+            save_curve(rows, measure, new)
+    return rows
 
 
 def _point(card: dict[str, Any]) -> dict[str, float]:
-    """Of a curve; costs are shares."""
+    """Return one point of the curve; costs are fractions of the original."""
     first, last = card["table"][0], card["table"][-1]
     return {
         "budget": card["budget"]["macs"],
@@ -239,6 +267,20 @@ def _point(card: dict[str, Any]) -> dict[str, float]:
     }
 
 
+def _show_curve(rows: list[dict[str, float]], task: Task) -> None:
+    table = Table(box=None, padding=(0, 1))
+    for column in ("budget", "MACs", "params", task.measure, "baseline"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        scores = (task.shown(row[key]) for key in ("score", "baseline"))
+        table.add_row(f"{row['budget']:.2%}", f"{row['macs']:.2%}", f"{row['params']:.2%}", *scores)
+    console.print(table)
+
+
+# --- eval -----------------------------------------------------------------------------------------
+
+
+@app.command("eval")
 def evaluate(
     file: Annotated[Path, typer.Argument(help="a model of the zoo, or one that train wrote")],
     data: DataName,
@@ -260,12 +302,12 @@ def evaluate(
         f"({card['macs_share']:.2%}), {card['params'] / 1e6:.3f} M params "
         f"({card['params_share']:.2%})\n"
         f"{task.measure} {task.shown(found)} on {task.counts[1]:,} images in "
-        f"{time.perf_counter() - start:.0f} s (its card: {_said(card, task)})",
+        f"{time.perf_counter() - start:.0f} s (its card: {_stated_score(card, task)})",
         markup=False,
     )
 
 
-def _said(card: dict[str, Any], task: Task) -> str:
-    """The score that a card names."""
-    said = card.get(task.measure)
-    return task.shown(said) if isinstance(said, (int, float)) else "nothing"
+def _stated_score(card: dict[str, Any], task: Task) -> str:
+    """Return the score that a card states."""
+    stated = card.get(task.measure)
+    return task.shown(stated) if isinstance(stated, (int, float)) else "no score"

@@ -1,4 +1,8 @@
-"""A model written for where it will run, and compared with itself there before the file is kept."""
+"""Writes a model for a runtime, ONNX or torch.export, and compares the file with the model.
+
+A file is kept only if the runtime computes the outputs of the model, up to the order in which its
+kernels add.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +21,10 @@ from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves
 
 from ..errors import PruneError
+from ..validation.optional_packages import optional_package
 
-_CLOSE = 1e-4  # of the largest value of an output: other kernels add up in another order
-_SIZES = (1, 2, 5)  # times the batch that is given
+_TOLERANCE = 1e-4  # relative to the largest value of an output
+_BATCH_FACTORS = (1, 2, 5)  # batches that are compared, as multiples of the given one
 Inputs = tuple[Tensor, ...]
 Answer = Callable[[Inputs], list[Tensor]]
 
@@ -28,58 +32,78 @@ Answer = Callable[[Inputs], list[Tensor]]
 def deploy(model: nn.Module, inputs: Inputs, file: Path) -> tuple[float, bool]:
     """Write a model as ONNX (`.onnx`) or as a program of torch.export (`.pt2`).
 
-    Returns the largest difference of outputs, as a share of the largest value of each, and whether
-    the file takes batches of any size; where the model's code does not allow that, it takes that of
-    `inputs`.
+    Args:
+        model: The model; it is set to eval mode.
+        inputs: Example inputs. Their first axis is the batch.
+        file: The file to write. It is replaced only after the comparison.
+
+    Returns:
+        The largest difference of outputs, relative to the largest value of each output, and
+        whether the file accepts batches of any size. Where the model's code fixes the size of the
+        batch, the file accepts only that of `inputs`.
+
+    Raises:
+        PruneError: If the file cannot be written, the model cannot be exported, or the outputs
+            differ. The file that was there is then unchanged.
     """
-    if file.suffix not in FORMATS:
-        raise PruneError(f"{file}: give a name that ends in {' or '.join(FORMATS)}.")
-    if file.is_dir() or not file.parent.is_dir():
-        what = "that is a folder" if file.is_dir() else f"there is no folder {file.parent}"
-        raise PruneError(f"{file}: {what}.")
+    _check_file(file)
     model.eval()
     try:
         with tempfile.TemporaryDirectory(dir=file.parent) as folder, torch.no_grad(), _quiet():
             new = Path(folder) / file.name
-            program, any_size = _program(model, inputs)
-            there = FORMATS[file.suffix](program, inputs, any_size, new)
-            sizes = _SIZES if any_size else (1,)
-            apart = max(_apart(model, there, _times(inputs, n)) for n in sizes)
-            if not apart <= _CLOSE:
+            difference, any_batch = _write_and_compare(model, inputs, new)
+            if not difference <= _TOLERANCE:
                 raise PruneError(
-                    f"{file}: its outputs would differ from the model's by {apart:.1e} of the "
-                    f"largest. Nothing was written."
+                    f"{file}: its outputs would differ from the model's by {difference:.1e} of "
+                    f"the largest value. No file was written; try the other format."
                 )
             new.replace(file)
     except PruneError:
         raise
     except OSError as error:
         raise PruneError(
-            f"{file}: it cannot be written: {error.strerror or error}. What is there is kept as it "
-            f"was: make room, or give another place."
+            f"{file}: it cannot be written: {error.strerror or error}. The file that was there is "
+            f"unchanged: free some space, or give another path."
         ) from error
-    except Exception as error:  # of the exporter, or of the runtime
-        raise PruneError(f"{file}: this model could not be written so: {_reason(error)}") from error
-    return apart, any_size
+    except Exception as error:  # the exporter or the runtime may raise anything
+        raise PruneError(
+            f"{file}: this model could not be exported: {_first_line(error)}"
+        ) from error
+    return difference, any_batch
 
 
-def _times(inputs: Inputs, count: int) -> Inputs:
+def _check_file(file: Path) -> None:
+    if file.suffix not in FORMATS:
+        raise PruneError(f"{file}: give a name that ends in {' or '.join(FORMATS)}.")
+    if file.is_dir() or not file.parent.is_dir():
+        what = "that is a folder" if file.is_dir() else f"there is no folder {file.parent}"
+        raise PruneError(f"{file}: {what}; give another path.")
+
+
+def _write_and_compare(model: nn.Module, inputs: Inputs, file: Path) -> tuple[float, bool]:
+    program, any_batch = _exported(model, inputs)
+    answer = FORMATS[file.suffix](program, inputs, any_batch, file)
+    factors = _BATCH_FACTORS if any_batch else (1,)
+    return max(_difference(model, answer, _repeated(inputs, n)) for n in factors), any_batch
+
+
+def _repeated(inputs: Inputs, count: int) -> Inputs:
     return tuple(torch.cat([x] * count) for x in inputs)
 
 
-def _program(model: nn.Module, inputs: Inputs) -> tuple[ExportedProgram, bool]:
-    """For batches of any size, if the model's code allows that."""
+def _exported(model: nn.Module, inputs: Inputs) -> tuple[ExportedProgram, bool]:
+    """Export for batches of any size, or for one size if the model's code fixes it."""
     sizes = tuple({0: torch.export.Dim("batch")} for _ in inputs)
-    double = _times(inputs, 2)  # a size of 1 would be taken for a constant
+    double = _repeated(inputs, 2)  # torch would treat a size of 1 as a constant
     try:
         return torch.export.export(model, double, dynamic_shapes=sizes), True
-    except Exception:  # the size is in the code
+    except Exception:
         return torch.export.export(model, inputs), False
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What torch logs when an attempt fails, and warns of in its own code, is not for the user."""
+    """Suppress what torch logs about failed attempts, and warnings about its own code."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -90,23 +114,30 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def _reason(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
+    """Return the first line of the original cause, without terminal colours."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = (str(error).strip() or repr(error)).splitlines()
     return re.sub(r"\x1b\[\d+m", "", lines[0])
 
 
-def _apart(model: nn.Module, there: Answer, inputs: Inputs) -> float:
-    wanted = _tensors(model(*(x.clone() for x in inputs)))  # it may write to them
-    found = there(tuple(x.clone() for x in inputs))
-    shapes = [[tuple(x.shape) for x in some] for some in (wanted, found)]
+# --- comparison -----------------------------------------------------------------------------------
+
+
+def _difference(model: nn.Module, answer: Answer, inputs: Inputs) -> float:
+    """Return the largest relative difference over all outputs."""
+    wanted = _tensors(model(*(x.clone() for x in inputs)))  # a model may write to its inputs
+    found = answer(tuple(x.clone() for x in inputs))
+    shapes = [[tuple(x.shape) for x in outputs] for outputs in (wanted, found)]
     if shapes[0] != shapes[1]:
         raise PruneError(f"outputs would have the shapes {shapes[1]} instead of {shapes[0]}.")
-    return max((_share(x, y) for x, y in zip(wanted, found, strict=True)), default=0.0)
+    pairs = zip(wanted, found, strict=True)
+    return max((_relative_difference(x, y) for x, y in pairs), default=0.0)
 
 
-def _share(wanted: Tensor, found: Tensor) -> float:
+def _relative_difference(wanted: Tensor, found: Tensor) -> float:
+    """Compare one output; equal infinities and two NaNs count as equal."""
     wide = torch.complex128 if wanted.is_complex() else torch.float64
     one, two = wanted.to(wide), found.to(wide)
     differs = (one != two) & ~(one.isnan() & two.isnan())
@@ -118,38 +149,38 @@ def _share(wanted: Tensor, found: Tensor) -> float:
     return share if share == share else float("inf")
 
 
-def _tensors(outputs: Any) -> list[Tensor]:
+def _tensors(outputs: object) -> list[Tensor]:
     return [x for x in tree_leaves(outputs) if isinstance(x, Tensor)]
 
 
-def _onnx(program: ExportedProgram, inputs: Inputs, any_size: bool, file: Path) -> Answer:
-    try:
-        import onnxruntime
-        import onnxscript  # noqa: F401  torch's exporter wants it
-    except ImportError as error:
-        raise PruneError(
-            "to write ONNX takes onnx, onnxscript and onnxruntime: pip install polarprune[onnx]"
-        ) from error
-    names = tuple({0: "batch"} for _ in inputs) if any_size else None
+# --- formats --------------------------------------------------------------------------------------
+
+
+def _onnx(program: ExportedProgram, inputs: Inputs, any_batch: bool, file: Path) -> Answer:
+    """Write ONNX, and return what onnxruntime computes from the file."""
+    optional_package("onnxscript", needed_for="ONNX export", extra="onnx")  # for torch's exporter
+    onnxruntime = optional_package("onnxruntime", needed_for="ONNX export", extra="onnx")
+    names = tuple({0: "batch"} for _ in inputs) if any_batch else None
     made = torch.onnx.export(program, inputs, dynamic_shapes=names, dynamo=True, verbose=False)
     assert made is not None
     made.save(file, external_data=False)
     session = onnxruntime.InferenceSession(file)
 
-    def answer(some: Inputs) -> list[Tensor]:
-        given = zip(session.get_inputs(), some, strict=True)
-        found = session.run(None, {one.name: x.numpy() for one, x in given})
+    def answer(given: Inputs) -> list[Tensor]:
+        pairs = zip(session.get_inputs(), given, strict=True)
+        found = session.run(None, {one.name: x.numpy() for one, x in pairs})
         return [torch.from_numpy(array) for array in found]
 
     return answer
 
 
-def _pt2(program: ExportedProgram, inputs: Inputs, any_size: bool, file: Path) -> Answer:
+def _pt2(program: ExportedProgram, inputs: Inputs, any_batch: bool, file: Path) -> Answer:
+    """Write a program of torch.export, and return what it computes after loading."""
     content = io.BytesIO()
-    torch.export.save(program, content)  # to a file: on a full disk torch ends the whole process
+    torch.export.save(program, content)  # to a file, torch would end the process on a full disk
     file.write_bytes(content.getvalue())
     loaded = torch.export.load(file).module()
-    return lambda some: _tensors(loaded(*some))
+    return lambda given: _tensors(loaded(*given))
 
 
 FORMATS: dict[str, Callable[[ExportedProgram, Inputs, bool, Path], Answer]] = {

@@ -1,8 +1,7 @@
-"""Saving and loading small models: safetensors, with the recipe as JSON in its metadata.
+"""`save` and `load`: a small model as safetensors, with its recipe as JSON in the metadata.
 
-A file holds tensors and plain data, nothing that runs. Loading rebuilds the small model from a
-fresh instance of the original class: no tracing, no example, no pickle. What a file says is checked
-in `untrusted` before anything is built from it.
+A file holds tensors and plain data, nothing that runs. Loading builds the small model from a fresh
+instance of the original class: no tracing, no example input, no pickle.
 """
 
 from __future__ import annotations
@@ -13,144 +12,203 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..errors import PruneError
-from ..rewriting.captured_forward import Refused
 from ..rewriting.parametrizations import make_plain
-from ..rewriting.remove_branches import without_branches
-from ..rewriting.stored_graphs import decode, encode
-from ..rewriting.symbolic_graphs import editable_graph
 from ..surgery.apply import cut_copy
-from ..surgery.recipe import OTHER_MODEL, Recipe, check_shapes
+from ..surgery.recipe import OTHER_MODEL, check_shapes
 from ..torch_internals.markers import attached_recipe, uncompiled
 from ..tracing.tape import copy_model, named_tensors
 from ..validation.arguments import check_path
-from .untrusted import (
-    BLANK,
+from .old_versions import upgrade_version_1
+from .untrusted.checksum import BLANK, is_intact, signed
+from .untrusted.json_text import parse_json, printable
+from .untrusted.metadata import (
+    NEWEST_VERSION,
     check_aliases,
-    check_amount,
-    check_code,
-    check_computed,
-    check_recipe,
-    demand,
-    is_intact,
-    parsed,
-    printable,
-    recipe_of,
-    same_kind,
-    signed,
+    check_code_amount,
+    check_parts,
+    typed_recipe,
 )
+from .untrusted.recipe import check_computed, check_recipe
+from .untrusted.stored_code import check_code
+from .untrusted.tensors import check_file_size, check_fit
+from .writing import write_tensors
 
 _KEY = "polarprune"
-_WANTED = "Give a file that polarprune.save wrote."
-_VERSION = 2
-_NAMES, _BYTES = 100, 2**30  # tensors in a file, and bytes of it, that are few for any model
-_PARTS = {"version", "recipe", "aliases", "card"}  # and, since version 2, "sha256"
+_REMEDY = "Give a file that polarprune.save wrote."
+
+# --- saving ---------------------------------------------------------------------------------------
 
 
 def save(model: nn.Module, path: str | Path, *, card: dict[str, Any] | None = None) -> None:
-    """Write a model that `export` or `shrink` made to a safetensors file.
+    """Write a small model to a safetensors file.
 
-    `card` is plain data about it, whatever the user wants to know later (`read_card`).
+    Args:
+        model: A model that `Pruner.export` or `shrink` returned. It may be wrapped by
+            `torch.compile`.
+        path: The file to write. It is replaced only after all of the new file is written.
+        card: Your own notes about the model, as plain data: strings, finite numbers, lists and
+            dicts. `load` ignores them.
+
+    Returns:
+        None.
+
+    Raises:
+        PruneError: If the model was not made by polarprune, if it or the card holds something
+            that a file cannot hold, or if the file cannot be written.
+
+    Example:
+        >>> import tempfile, torch, polarprune as pp
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+        >>> small = pp.shrink(model, pp.trace(model, torch.zeros(1, 4)), {"0": [0, 3, 5]})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     pp.save(small, f"{folder}/small.safetensors", card={"accuracy": 0.93})
     """
     check_path("save", path)
     if card is not None and not isinstance(card, dict):
         raise PruneError(f"save: card is a {type(card).__name__}; give a dict of plain data.")
-    model = uncompiled(model)  # inside torch.compile: its names are the class's
+    model = uncompiled(model)  # inside torch.compile: the names of the class
     recipe = attached_recipe(model)
     if recipe is None:
         raise PruneError(
-            f"save: {type(model).__name__} was not made by export() or shrink(); a plain model "
-            f"needs no recipe: use safetensors.torch.save_model."
+            f"save: {type(model).__name__} was not made by export() or shrink(). A model that was "
+            f"not pruned needs no recipe: use safetensors.torch.save_model."
         )
-    tensors: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    seen: dict[Any, str] = {}
-    for name, tensor in model.state_dict().items():
-        if not isinstance(tensor, Tensor):
-            raise PruneError(f"save: {name} is no tensor (get_extra_state); files hold only these.")
-        if tensor.is_meta:
-            raise PruneError(f"save: {name} is on the meta device and has no values; save the "
-                             f"model before it goes there.")  # fmt: skip
-        place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
-        if tensor.numel() and place in seen:
-            aliases[name] = seen[place]
-        else:
-            seen[place] = name
-            tensors[name] = tensor.detach().contiguous().clone()
-    content = {"version": _VERSION, "sha256": BLANK, "recipe": recipe, "aliases": aliases,
-               "card": card or {}}  # fmt: skip
-    try:
-        text = json.dumps(content, allow_nan=False)
-        written = parsed(text)["recipe"]  # what is saved can be loaded
-    except (TypeError, ValueError, RecursionError, PruneError) as error:
-        raise PruneError(
-            f"save: {path} cannot be written: {error}. Give plain data as card: texts, finite "
-            f"numbers, lists and dicts of them."
-        ) from error
-    try:
-        check_amount(written)
-    except PruneError as error:
-        raise PruneError(f"save: {path} could not be loaded again: {error}.") from error
+    tensors, aliases = _stored_tensors(model)
+    text = _metadata(recipe, aliases, card or {}, path)
     try:
         write_tensors(tensors, Path(path), {_KEY: signed(text, tensors)})
     except (OSError, KeyError, ValueError, SafetensorError) as error:
         raise PruneError(
-            f"save: {path} cannot be written: {error}. What is there is kept as it was: make room, "
-            f"or give another path."
+            f"save: {path} cannot be written: {error}. The file that was there is unchanged: free "
+            f"some space, or give another path."
         ) from error
 
 
-def write_tensors(
-    tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
-) -> None:
-    """All of it or nothing, and with the permissions of any new file: safetensors' own are for the
-    owner alone."""
-    new = path.with_name(f"{path.name}.new")
+def _stored_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors to store, and for each further name of one of them the first name."""
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    seen: dict[object, str] = {}
+    for name, tensor in model.state_dict().items():
+        _check_storable(name, tensor)
+        memory = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
+        if tensor.numel() and memory in seen:
+            aliases[name] = seen[memory]
+        else:
+            seen[memory] = name
+            tensors[name] = tensor.detach().contiguous().clone()
+    return tensors, aliases
+
+
+def _check_storable(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise PruneError(
+            f"save: {name} is not a tensor (get_extra_state); a file can only hold tensors."
+        )
+    if value.is_meta:
+        raise PruneError(
+            f"save: {name} is on the meta device and has no values; save the model before you "
+            f"move it there."
+        )
+
+
+def _metadata(
+    recipe: object, aliases: dict[str, str], card: dict[str, Any], path: str | Path
+) -> str:
+    """Return the metadata with a blank checksum, after checking that `load` would accept them."""
+    content = {
+        "version": NEWEST_VERSION,
+        "sha256": BLANK,
+        "recipe": recipe,
+        "aliases": aliases,
+        "card": card,
+    }
     try:
-        new.touch()
-        mode = new.stat().st_mode
-        save_file(tensors, str(new), metadata=metadata)
-        new.chmod(mode)
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
+        text = json.dumps(content, allow_nan=False)
+        written = parse_json(text)["recipe"]
+    except (TypeError, ValueError, RecursionError, PruneError) as error:
+        raise PruneError(
+            f"save: {path} cannot be written: {error}. Give plain data as card: strings, finite "
+            f"numbers, lists and dicts of them."
+        ) from error
+    try:
+        check_code_amount(written)
+    except PruneError as error:
+        raise PruneError(f"save: {path} could not be loaded again: {error}.") from error
+    return text
+
+
+# --- loading --------------------------------------------------------------------------------------
 
 
 def load(path: str | Path, *, model: nn.Module) -> nn.Module:
-    """The saved small model, built on `model`: a fresh instance of the original class.
+    """Return the small model that a file holds.
 
-    The file is checked against the model; nothing in it is run, and the model is not changed.
+    The file is checked against `model` first (`polarprune.files.untrusted`); nothing in it is run.
+
+    Args:
+        path: A file that `save` wrote.
+        model: A fresh instance of the original, unpruned class. It is not changed.
+
+    Returns:
+        A new model with the widths and the weights of the file.
+
+    Raises:
+        PruneError: If the file is missing, damaged, or does not fit `model`.
+
+    Example:
+        >>> import tempfile, torch, polarprune as pp
+        >>> def make_model():
+        ...     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+        >>> model = make_model()
+        >>> small = pp.shrink(model, pp.trace(model, torch.zeros(1, 4)), {"0": [0, 3, 5]})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     pp.save(small, f"{folder}/small.safetensors")
+        ...     loaded = pp.load(f"{folder}/small.safetensors", model=make_model())
+        >>> loaded
+        Sequential(
+          (0): Linear(in_features=4, out_features=3, bias=True)
+          (1): Linear(in_features=3, out_features=2, bias=True)
+        )
+        >>> torch.equal(loaded[1].weight, small[1].weight)
+        True
     """
+    _check_arguments(path, model)
+    text = _read_metadata(path)
+    content, tensors = _parse_metadata(text, path), _read_tensors(path, model)
+    if content["version"] > 1 and not is_intact(text, content["sha256"], tensors):
+        raise PruneError(f"load: {path} is damaged: its checksum does not match. Copy it again.")
+    try:
+        check_aliases(content["aliases"], tensors)
+        tensors.update({name: tensors[same] for name, same in content["aliases"].items()})
+        small = _build(content, model)
+    except PruneError as error:
+        reason = printable(str(error))
+        raise PruneError(f"load: {path} is damaged, or of another model: {reason}") from error
+    except Exception as error:  # a file may lead to any exception
+        raise _damaged(path, error) from error
+    check_fit(tensors, small.state_dict(), path)
+    _fill(small, tensors)
+    return small
+
+
+def _check_arguments(path: str | Path, model: nn.Module) -> None:
     check_path("load", path)
     if not isinstance(model, nn.Module):
         raise PruneError(f"load: model={reprlib.repr(model)}; give an instance, as model=Net().")
     if any(tensor.is_meta for _, tensor in named_tensors(model)):
         raise PruneError("load: the model is on the meta device; give one that holds its weights.")
-    text = _text(path)
-    content, tensors = _content(text, path), _tensors(path, model)
-    if content["version"] > 1 and not is_intact(text, content["sha256"], tensors):
-        raise PruneError(f"load: {path} is damaged: its checksum is another one. Copy it again.")
-    try:
-        check_aliases(content["aliases"], tensors)
-        tensors.update({name: tensors[same] for name, same in content["aliases"].items()})
-        small = _built(content, model)
-    except PruneError as error:
-        what = printable(str(error))
-        raise PruneError(f"load: {path} is damaged, or of another model: {what}") from error
-    except Exception as error:  # whatever a file may lead to
-        raise _damaged(path, error) from error
-    _fill(small, tensors, path)
-    return small
 
 
-def _built(content: dict[str, Any], model: nn.Module) -> nn.Module:
-    """The small model, with the weights of the one that was given."""
+def _build(content: dict[str, Any], model: nn.Module) -> nn.Module:
+    """Return the small model with the weights of the model that was passed."""
     data = content["recipe"]
-    check_amount(data)
-    recipe = recipe_of(_current(data, model) if content["version"] == 1 else data)
+    check_code_amount(data)
+    recipe = typed_recipe(upgrade_version_1(data, model) if content["version"] == 1 else data)
     check_computed(recipe, model)
     base = make_plain(copy_model(model), recipe.computed) if recipe.computed else model
     check_shapes(base, recipe.shapes, OTHER_MODEL)
@@ -160,108 +218,61 @@ def _built(content: dict[str, Any], model: nn.Module) -> nn.Module:
     return small
 
 
-def _fill(small: nn.Module, tensors: dict[str, Tensor], path: str | Path) -> None:
-    """Put the tensors of the file in place, where they fit."""
-    wanted = small.state_dict()
-    missing = sorted(set(wanted) - set(tensors), key=list(wanted).index)
-    unexpected = [
-        name
-        for name, tensor in tensors.items()
-        if name not in wanted
-        or not isinstance(wanted[name], Tensor)
-        or wanted[name].shape != tensor.shape
-        or not same_kind(tensor.dtype, wanted[name].dtype)
-    ]
-    if missing or unexpected:
-        raise PruneError(
-            f"load: {path} does not fit this model: missing {missing[:3]}, unexpected "
-            f"{unexpected[:3]}. Give a fresh instance of the class that was pruned."
-        )
+def _fill(small: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Copy the tensors of the file into the model, with the precision of the file."""
     for name, tensor in named_tensors(small):
         if name in tensors:
-            tensor.data = tensor.data.to(tensors[name].dtype)  # the file decides
+            tensor.data = tensor.data.to(tensors[name].dtype)
     small.load_state_dict(tensors)
 
 
-def _current(data: Any, model: nn.Module) -> dict[str, Any]:
-    """A recipe of version 1 as one of version 2.
-
-    Version 1 named the nodes of a block that lost branches, of a graph that torch.fx traces from
-    the class; version 2 holds the graph without the branches, and the names of what went too.
-    """
-    demand(type(data) is dict and type(data.get("rewired")) is dict, "the recipe is malformed")
-    recipe = {**Recipe().to_json(), **data, "rewired": dict(data["rewired"])}
-    vanished = recipe.pop("vanished", None)
-    demand(type(vanished) is dict, "the recipe is malformed")
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for path, edits in vanished.items():
-        demand(path in modules and type(edits) is list, f"there is no module {path!r}")
-        code = decode(recipe["rewired"][path]) if path in recipe["rewired"] else None
-        graph = code.graphs["train"] if code else editable_graph(modules[path])
-        demand(not isinstance(graph, Refused), f"{path} is of another class")
-        names = set() if isinstance(graph, Refused) else {node.name for node in graph.nodes}
-        for edit in edits:
-            fine = edit in ({"node": edit["node"], how: True} for how in ("vector", "spread"))
-            demand(fine and edit["node"] in names, f"{path} is of another class")
-        code, recipe["removed"][path] = without_branches(modules[path], code, edits)
-        recipe["rewired"][path] = encode(code)
-    return recipe
-
-
 def read_card(path: str | Path) -> dict[str, Any]:
-    """What `save(..., card=...)` put beside the model."""
+    """Return the notes that `save(..., card=...)` stored.
+
+    Raises:
+        PruneError: If the file is missing or was not written by `save`.
+    """
     check_path("read_card", path)
-    card: dict[str, Any] = _content(_text(path), path)["card"]
+    card: dict[str, Any] = _parse_metadata(_read_metadata(path), path)["card"]
     return card
 
 
-def _content(text: str, path: str | Path) -> dict[str, Any]:
-    """The metadata: the parts it has to have, of a version that is known."""
-    try:
-        content = parsed(text)
-        version = content["version"]
-        if type(version) is int and version > _VERSION:
-            raise PruneError("it was written by a newer polarprune; update it")
-        demand(type(version) is int and version >= 1, f"there is no version {version!r}")
-        parts = _PARTS | {"sha256"} if version > 1 else _PARTS
-        demand(content.keys() == parts and type(content["card"]) is dict, "parts are missing")
-        return dict(content)
-    except PruneError as error:
-        raise PruneError(f"load: {path}: {error}.") from error
-    except Exception as error:  # whatever may be in a file
-        raise _damaged(path, error) from error
+# --- reading --------------------------------------------------------------------------------------
 
 
-def _text(path: str | Path) -> str:
+def _read_metadata(path: str | Path) -> str:
     if not Path(path).is_file():
-        raise PruneError(f"load: there is no file {path}. {_WANTED}")
+        raise PruneError(f"load: there is no file {path}. {_REMEDY}")
     try:
         with safe_open(str(path), framework="pt") as file:
             text = (file.metadata() or {}).get(_KEY)
-    except Exception as error:  # SafetensorError, OSError, and what its parser may raise
-        raise PruneError(f"load: {path} is not a safetensors file: {error}. {_WANTED}") from error
+    except Exception as error:  # SafetensorError, OSError, and whatever its parser raises
+        raise PruneError(f"load: {path} is not a safetensors file: {error}. {_REMEDY}") from error
     if text is None:
         raise PruneError(
-            f"load: {path} holds no recipe; it was not written by polarprune.save. {_WANTED}"
+            f"load: {path} holds no recipe; it was not written by polarprune.save. {_REMEDY}"
         )
     return str(text)
 
 
-def _tensors(path: str | Path, model: nn.Module) -> dict[str, Tensor]:
-    own = [tensor for tensor in model.state_dict().values() if isinstance(tensor, Tensor)]
+def _parse_metadata(text: str, path: str | Path) -> dict[str, Any]:
+    try:
+        return check_parts(parse_json(text))
+    except PruneError as error:
+        raise PruneError(f"load: {path}: {error}.") from error
+    except Exception as error:  # the text may hold anything
+        raise _damaged(path, error) from error
+
+
+def _read_tensors(path: str | Path, model: nn.Module) -> dict[str, Tensor]:
     try:
         with safe_open(str(path), framework="pt") as file:
-            fits = len(file.keys()) <= _NAMES + 2 * len(own)
-        fits &= Path(path).stat().st_size <= _BYTES + 64 * sum(tensor.nbytes for tensor in own)
-        if not fits:
-            raise PruneError(
-                f"load: {path} is far too large for this model. Give a fresh instance of the class "
-                f"that was pruned."
-            )
+            count = len(file.keys())
+        check_file_size(Path(path), count, model)
         tensors: dict[str, Tensor] = load_file(str(path))
     except PruneError:
         raise
-    except Exception as error:  # types that this torch does not have
+    except Exception as error:  # for example a type that this version of torch does not have
         raise _damaged(path, error) from error
     return tensors
 

@@ -1,5 +1,6 @@
-"""What happened, as data, text, page and picture.
+"""Reports on a pruning run: data, text, Markdown, JSON, an HTML page and charts.
 
-In: plain data about a run. Out: `Report` with views of it as text, Markdown, JSON, HTML and
-plots. It writes only the files that it is asked for.
+In: plain data about a run. Out: `Report` and its views. `report` holds the data, `facts` turns it
+into words and tables, `text`, `page` and `plots` lay these out. The package needs jinja2 and
+matplotlib for the page and the charts only. It writes only the files that it is asked to write.
 """

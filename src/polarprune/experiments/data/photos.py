@@ -35,9 +35,7 @@ def read_photo(path: Path, change: Callable[[Image], Image] = _unchanged) -> Ten
         import numpy
         from PIL import Image
     except ImportError as error:
-        raise PruneError(
-            "reading photos needs Pillow: pip install polarprune[vision]"
-        ) from error
+        raise PruneError("reading photos needs Pillow: pip install polarprune[vision]") from error
     try:
         with Image.open(path) as image:
             pixels = numpy.array(change(image))

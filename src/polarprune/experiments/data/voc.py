@@ -19,9 +19,28 @@ from .distillation import mixed, teacher_distance
 from .photos import MEAN, STD, read_photo
 from .task import InMemoryStream, Task, evaluating, held_out_order
 
-CLASSES = tuple(
-    "background,aeroplane,bicycle,bird,boat,bottle,bus,car,cat,chair,cow,dining table,dog,horse,"
-    "motorbike,person,potted plant,sheep,sofa,train,monitor".split(",")
+CLASSES = (
+    "background",
+    "aeroplane",
+    "bicycle",
+    "bird",
+    "boat",
+    "bottle",
+    "bus",
+    "car",
+    "cat",
+    "chair",
+    "cow",
+    "dining table",
+    "dog",
+    "horse",
+    "motorbike",
+    "person",
+    "potted plant",
+    "sheep",
+    "sofa",
+    "train",
+    "monitor",
 )
 VOID = -1  # target of pixels that are not scored; stored masks hold class + 1, and 0 for void
 _SCALES = (0.5, 2.0)

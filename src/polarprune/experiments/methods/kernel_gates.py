@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ...channels.graph import Plan
 from ...cost.other_scores import UnitNorms
+from ...gates.folding import plain
 from ...gates.gate import Gate, gate_value
 from ...gates.install import insert_gates
-from ...surgery.apply import plain
 from .expected_cost import ExpectedCostMethod
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ...channels.graph import Plan
+from ...gates.folding import plain
 from ...gates.gate import Gate
 from ...gates.install import insert_gates
-from ...surgery.apply import plain
 from ..settings import MethodSettings
 from .base import Groups
 from .expected_cost import ExpectedCostMethod

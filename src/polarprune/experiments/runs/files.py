@@ -4,44 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from ...errors import PruneError
+from ...files.writing import cannot_write, write_text
 
 Json = dict[str, Any]  # a JSON object, such as a card or a row of a log
-
-
-def make_folder(folder: Path) -> None:
-    """Create a folder and those above it, if they do not exist."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = "it is a file" if folder.is_file() else str(error)
-        raise PruneError(f"{folder}: cannot create this folder: {reason}.") from error
-
-
-@contextmanager
-def replacing(file: Path) -> Iterator[Path]:
-    """Context manager: yield a temporary name, and rename it to `file` once it is written.
-
-    Raises:
-        PruneError: The file cannot be written. The old one is kept.
-    """
-    special = file.is_symlink() or (file.exists() and not file.is_file())  # such as /dev/stdout
-    new = file if special else file.with_name(f"{file.name}.new")
-    try:
-        yield new
-        new.replace(file)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch raises a RuntimeError
-        if not special:
-            with suppress(OSError):
-                new.unlink(missing_ok=True)
-        raise _not_written(file, error) from error
 
 
 def append(file: Path, line: str) -> None:
@@ -53,26 +23,7 @@ def append(file: Path, line: str) -> None:
     except OSError as error:
         with suppress(OSError):
             os.truncate(file, size)
-        raise _not_written(file, error) from error
-
-
-def _not_written(file: Path, error: BaseException) -> PruneError:
-    """Return an error with the operating system's reason, which torch does not repeat."""
-    causes = [error]
-    while causes[-1].__context__ is not None:
-        causes.append(causes[-1].__context__)
-    cause = next((one for one in causes if isinstance(one, OSError)), error)
-    reason = cause.strerror if isinstance(cause, OSError) else str(cause).partition("\n")[0]
-    return PruneError(
-        f"{file}: it cannot be written: {reason}. The files of the run are kept as they were. Free "
-        f"some space or choose another folder, and run this again."
-    )
-
-
-def write_text(file: Path, text: str) -> None:
-    """Replace a file by a text."""
-    with replacing(file) as new:
-        new.write_text(text, encoding="utf-8")
+        raise cannot_write(file, error) from error
 
 
 def write_json(file: Path, content: object) -> None:

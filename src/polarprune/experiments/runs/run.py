@@ -19,8 +19,9 @@ from torch import nn
 from ...cost.timing import environment
 from ...errors import PruneError
 from ...files.model_file import save
+from ...files.writing import make_folder, replacing, write_text
 from ...report.report import Report
-from ...surgery.recipe import RECIPE
+from ...torch_internals.markers import attached_recipe
 from ...training.pruner import Pruner
 from ..data.task import Task
 from ..methods.base import Limits
@@ -30,7 +31,7 @@ from ..processes import rank_and_count, wait_for_all
 from ..settings import Settings
 from .calibration import recalibrate, recalibrated
 from .card import Cost, Pruned, make_card
-from .files import Json, append, make_folder, read_json, replacing, write_json, write_text
+from .files import Json, append, read_json, write_json
 from .rehearsal import WARM_UP, planned_costs, time_steps
 from .source import commit
 from .trainer import Trainer
@@ -378,7 +379,7 @@ class Run:
         if not self.writes:
             return ""
         file = self.out / f"{name}.safetensors"
-        if hasattr(model, RECIPE):
+        if attached_recipe(model) is not None:
             save(model, file, card={k: v for k, v in card.items() if k != "sha256"})
         else:
             file = self.out / f"{name}-state.safetensors"

@@ -9,8 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ...errors import PruneError
-from ...files.model_file import write_tensors
-from .files import replacing
+from ...files.writing import replacing, write_tensors
 
 
 def write_weights(model: nn.Module, file: Path) -> None:

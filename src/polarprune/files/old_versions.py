@@ -1,0 +1,58 @@
+"""Upgrades recipes of older file versions to the current one, while a file is loaded.
+
+Version 1 named the nodes of a block that lost branches, in a graph that torch.fx traces from the
+user's class. Version 2 holds the graph without these branches, and the names of the removed
+modules. Version 1 has no checksum, either.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ..rewriting.captured_forward import Refused
+from ..rewriting.remove_branches import without_branches
+from ..rewriting.stored_graphs import decode, encode
+from ..rewriting.symbolic_graphs import editable_graph
+from ..surgery.recipe import Recipe
+from .untrusted.require import require
+
+
+def upgrade_version_1(data: Any, model: nn.Module) -> dict[str, Any]:
+    """Return a recipe of version 1 as one of version 2.
+
+    Args:
+        data: The recipe as it was read; its fields are checked afterwards.
+        model: The user's model, whose blocks are traced where a recipe removes branches.
+
+    Raises:
+        PruneError: If the recipe is malformed, or names nodes that the model does not have.
+    """
+    well_formed = type(data) is dict and type(data.get("rewired")) is dict
+    require(well_formed, "the recipe is malformed")
+    recipe = {**Recipe().to_json(), **data, "rewired": dict(data["rewired"])}
+    vanished = recipe.pop("vanished", None)
+    require(type(vanished) is dict, "the recipe is malformed")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for path, edits in vanished.items():
+        known = path in modules and type(edits) is list
+        require(known, f"the model has no module {path!r}")
+        _remove_branches(recipe, path, modules[path], edits)
+    return recipe
+
+
+def _remove_branches(
+    recipe: dict[str, Any], path: str, module: nn.Module, edits: list[Any]
+) -> None:
+    """Replace the edits of one block by its graph without the branches."""
+    stored = recipe["rewired"].get(path)
+    code = decode(stored) if path in recipe["rewired"] else None
+    graph = code.graphs["train"] if code else editable_graph(module)
+    require(not isinstance(graph, Refused), f"{path} is of another class")
+    names = set() if isinstance(graph, Refused) else {node.name for node in graph.nodes}
+    for edit in edits:
+        forms = ({"node": edit["node"], how: True} for how in ("vector", "spread"))
+        require(edit in forms and edit["node"] in names, f"{path} is of another class")
+    code, recipe["removed"][path] = without_branches(module, code, edits)
+    recipe["rewired"][path] = encode(code)

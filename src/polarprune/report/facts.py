@@ -1,0 +1,229 @@
+"""The facts of a report as short texts and tables, shared by all of its views.
+
+A fact is a name, a value and a detail. A table is a list of rows of text; its first row is the
+head. Nothing here knows how a view lays them out.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from .report import Report
+
+TITLE = "polarprune report"
+RESOURCE_NAMES = {
+    "macs": "MACs",
+    "params": "params",
+    "memory": "memory (bytes)",
+    "latency": "latency (ns)",
+}
+JsonObject = dict[str, Any]
+Rows = list[tuple[str, ...]]
+
+
+class Fact(NamedTuple):
+    """One value of a report, with its name and an explanation (which may be empty)."""
+
+    name: str
+    value: str
+    detail: str
+
+
+class ResourceCost(NamedTuple):
+    """What the model costs before and after removal; `limit` is its budget as a fraction."""
+
+    name: str
+    before: int
+    after: int
+    limit: float | None
+
+    @property
+    def share(self) -> float:
+        """Return the remaining cost as a fraction of the original."""
+        return self.after / max(self.before, 1)
+
+    @property
+    def verdict(self) -> str:
+        """Say whether the budget is met; empty without a budget."""
+        if self.limit is None:
+            return ""
+        met = self.after <= self.limit * self.before * (1 + 1e-12)
+        return f"budget {budget_percent(self.limit)}, {'met' if met else 'not met'}"
+
+
+def resource_costs(report: Report) -> list[ResourceCost]:
+    """Return the cost in every resource that the report counts."""
+    return [
+        ResourceCost(
+            RESOURCE_NAMES.get(key, key), before, report.after[key], report.settings.get(key)
+        )
+        for key, before in report.before.items()
+    ]
+
+
+def percent(share: float) -> str:
+    """Format a fraction as a percentage with two decimals."""
+    return f"{100 * share:.2f} %"
+
+
+def budget_percent(limit: float) -> str:
+    """Format a budget with the digits that the user gave: 50 %, 46.65 %."""
+    return f"{100 * limit:.6g} %"
+
+
+def _scientific(difference: float) -> str:
+    """Format a difference; an exact zero is printed as 0."""
+    return f"{difference:.1e}" if difference else "0"
+
+
+def sentence(text: str) -> str:
+    """Return the text with a capital first letter and a full stop."""
+    return text[:1].upper() + text[1:] + "."
+
+
+# --- facts ----------------------------------------------------------------------------------------
+
+
+def goal(report: Report) -> str:
+    """Describe what the run was asked for, and how far it got."""
+    settings = report.settings
+    limits = [
+        f"{cost.name} {budget_percent(cost.limit)}"
+        for cost in resource_costs(report)
+        if cost.limit is not None
+    ]
+    parts = [f"budget {', '.join(limits)} of the original"] if limits else []
+    if "lam" in settings:
+        parts.append(f"fixed λ = {settings['lam']:g}, no budget")
+    if report.history and "steps" in settings:
+        parts.append(f"step {report.history[-1]['step']:,} of {settings['steps']:,}")
+    if settings.get("multiple_of", 1) > 1:
+        parts.append(f"widths in multiples of {settings['multiple_of']}")
+    if report.after == report.before:
+        parts.append("no channel is closed")  # with a fixed λ, this is a possible outcome
+    return "; ".join(parts) or "no settings"
+
+
+def cost_facts(report: Report) -> list[Fact]:
+    """Return the remaining cost in every resource."""
+    facts = []
+    for cost in resource_costs(report):
+        amount = f"{cost.after:,} of {cost.before:,}"
+        detail = f"{amount}; {cost.verdict}" if cost.verdict else amount
+        facts.append(Fact(cost.name, percent(cost.share), detail))
+    return facts
+
+
+def accuracy_facts(report: Report) -> list[Fact]:
+    """Return the accuracy of the last stage, with those of the stages before it."""
+    rows = [row for row in report.results.get("table", ()) if row.get("accuracy") is not None]
+    if not rows:
+        return []
+    earlier = [f"{row.get('stage', '?')} {percent(row['accuracy'])}" for row in rows[:-1]]
+    stage = str(rows[-1].get("stage", ""))
+    return [Fact("accuracy", percent(rows[-1]["accuracy"]), "; ".join([stage, *earlier]))]
+
+
+def measured_facts(report: Report) -> list[Fact]:
+    """Return the latency, if it was measured, and the difference that the proof found."""
+    return [*_latency(report), _difference(report)]
+
+
+def _latency(report: Report) -> list[Fact]:
+    latency = report.results.get("latency_ms") or {}
+    if "after" not in latency:
+        return []
+    details = []
+    if "before" in latency:
+        speedup = latency["before"] / latency["after"] if latency["after"] else math.inf
+        details.append(f"before {latency['before']:.3g} ms, {speedup:.2f} times as fast")
+    if "runs" in latency:
+        details.append(f"{latency['runs']} runs")
+    return [Fact("latency", f"{latency['after']:.3g} ms", "; ".join(details))]
+
+
+def _difference(report: Report) -> Fact:
+    name = "largest difference"
+    if not report.proof:
+        return Fact(name, "not measured", "export() compares the small model with the gated one")
+    modes = ", ".join(f"{mode} {_scientific(gap)}" for mode, gap in report.proof.items())
+    detail = f"small model against gated model, relative: {modes}"
+    return Fact(name, _scientific(max(report.proof.values())), detail)
+
+
+def prediction_checks(report: Report) -> list[str]:
+    """Say whether removal changed any prediction on the user's own test data."""
+    results, lines = report.results, []
+    images = f"{results['test_images']:,} test images" if "test_images" in results else "test data"
+    if "identical_predictions" in results:
+        same = "identical" if results["identical_predictions"] else "NOT identical"
+        lines.append(f"predictions before and after removal: {same} ({images})")
+    if "largest_difference" in results:
+        gap = _scientific(results["largest_difference"])
+        lines.append(f"largest difference of outputs before and after removal: {gap} ({images})")
+    return lines
+
+
+def origin(report: Report) -> list[str]:
+    """Name the machine and the versions that the results come from."""
+    machine, versions = (report.results.get(key) for key in ("machine", "versions"))
+    lines = [f"machine: {machine}"] if machine else []
+    if versions:
+        lines.append("versions: " + ", ".join(f"{name} {v}" for name, v in versions.items()))
+    return lines
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def cost_table(report: Report) -> Rows:
+    """Return before, after, share and verdict of every resource."""
+    rows = [
+        (cost.name, f"{cost.before:,}", f"{cost.after:,}", percent(cost.share), cost.verdict)
+        for cost in resource_costs(report)
+    ]
+    return [("", "before", "after", "share", ""), *rows]
+
+
+def group_table(report: Report) -> Rows:
+    """Return the channels of every group before and after removal, and their total."""
+    rows = [
+        (str(g["name"]), f"{g['before']:,}", "->", f"{g['after']:,}", _remark(g))
+        for g in report.groups
+    ]
+    before, after = (sum(group[key] for group in report.groups) for key in ("before", "after"))
+    total = ("total", f"{before:,}", "->", f"{after:,}", "")
+    return [("group", "channels", "", "kept", ""), *rows, total]
+
+
+def _remark(group: JsonObject) -> str:
+    if group["reason"]:
+        return f"frozen: {frozen_reason(group)}"
+    return "" if group["after"] else "removed entirely"
+
+
+def frozen_reason(group: JsonObject) -> str:
+    """Return why a group is frozen, without repeating the word."""
+    reason: str = group["reason"]
+    return reason.removeprefix("kept whole ").removeprefix("frozen ")
+
+
+def stage_table(report: Report) -> Rows:
+    """Return scores and cost at every stage of the run; empty if nothing was measured."""
+    rows = [
+        (
+            str(row.get("stage", "")),
+            percent(row["accuracy"]) if row.get("accuracy") is not None else "",
+            *(_with_share(row.get(key), report.before.get(key)) for key in ("macs", "params")),
+        )
+        for row in report.results.get("table", ())
+    ]
+    return [("stage", "accuracy", "MACs", "params"), *rows] if rows else []
+
+
+def _with_share(value: int | None, original: int | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,} ({percent(value / original)})" if original else f"{value:,}"
