@@ -21,7 +21,19 @@ ROOT = Path(polarprune.__file__).parent
 ORDER = {
     "errors": [],
     "validation": ["numbers", "arguments", "pruner_state"],
-    "tracing": ["shape_only", "watched_sizes", "tape", "recorder"],
+    "tracing": [
+        "schemas",
+        "shape_only",
+        "watched_sizes",
+        "tape",
+        "source_lines",
+        "mac_count",
+        "model_state",
+        "copying",
+        "op_recorder",
+        "python_reads",
+        "recorder",
+    ],
     "channels": ["labels", "propagation", "rules", "graph", "grouping", "connectivity"],
     "rewriting": [
         "size_limits",

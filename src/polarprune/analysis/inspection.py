@@ -25,8 +25,9 @@ from ..rewriting.capture import capture_all
 from ..rewriting.captured_forward import CapturedForward
 from ..rewriting.resize import shim
 from ..rewriting.weighted_norms import weights_in
+from ..tracing.model_state import Example, named_tensors, on_host
 from ..tracing.recorder import record
-from ..tracing.tape import Example, Tape, named_tensors, on_host
+from ..tracing.tape import Tape
 
 
 class Inspection:
@@ -130,11 +131,11 @@ class Inspection:
 
     def _record(self) -> list[Tape]:
         code = {**self.norm_code, **self.rewritten}
-        shims = {path: partial(shim, captured=captured) for path, captured in code.items()}
-        self._tapes = [record(self.model, self.example, training=False, shims=shims)]
+        forwards = {path: partial(shim, captured=captured) for path, captured in code.items()}
+        self._tapes = [record(self.model, self.example, training=False, forwards=forwards)]
         self.notes = []
         try:
-            self._tapes.append(record(self.model, self.example, training=True, shims=shims))
+            self._tapes.append(record(self.model, self.example, training=True, forwards=forwards))
         except PruneError as error:
             self.notes = [f"followed in eval mode only; train mode did not run: {error}"]
         return self._tapes

@@ -27,13 +27,8 @@ from ..rewriting.captured_forward import fixed_values
 from ..rewriting.forward_weights import find, without_computed_weights
 from ..rewriting.parametrizations import by_hooks, computed, is_gated
 from ..rewriting.remove_branches import dropped_with, remembering
-from ..tracing.tape import (
-    Example,
-    Op,
-    as_call,
-    named_tensors,
-    on_host,
-)
+from ..tracing.model_state import Example, as_call, named_tensors, on_host
+from ..tracing.tape import Op
 from ..validation.arguments import checked_rules, keep_patterns
 from .inspection import Inspection
 from .trial_cuts import Deviation, Trial

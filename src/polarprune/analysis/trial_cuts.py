@@ -24,8 +24,10 @@ from ..surgery.apply import cut_copy, fold, mock_copy, write_recipe
 from ..surgery.other_inputs import fresh_inputs
 from ..surgery.proof import StaysDouble, in_double, prove_equal
 from ..surgery.recipe import Recipe
+from ..tracing.copying import copy_model
+from ..tracing.model_state import Example
 from ..tracing.recorder import attempt, record
-from ..tracing.tape import Example, Op, Tape, Value, copy_model
+from ..tracing.tape import Op, Tape, Value
 
 _TOLERANCE = 1e-8  # in float64, where a right cut differs by 1e-15 and a wrong one by 1e-3
 _SINGLE = 1e-4  # in float32
@@ -78,7 +80,7 @@ class Trial:
     ) -> Deviation | None:
         alive = graph.settle(graph.alive(plan))
         try:
-            values = any(tape.computed for tape in graph.tapes)
+            values = any(tape.has_values for tape in graph.tapes)
             small = mock_copy(self.model, recipe, values=values)
         except PruneError as refused:
             return Deviation(str(refused))
@@ -86,10 +88,14 @@ class Trial:
             if mode not in (None, training):
                 continue
             after, error = attempt(
-                small, self.example, training=bool(training), computed=before.computed, brief=True
+                small,
+                self.example,
+                training=bool(training),
+                with_values=before.has_values,
+                brief=True,
             )
             found = _compare(graph, alive, before, after, _replaced(recipe))
-            if found is None and after.looked and not before.computed:
+            if found is None and after.needs_values and not before.has_values:
                 found = Deviation("values decide what is computed", excusable=True)
             if found is None and error is None:
                 found = _rest(before, after, _replaced(recipe))
@@ -177,14 +183,14 @@ _COPIES = ("clone", "contiguous", "detach", "alias")  # made or not, by layout
 def _compare(
     graph: Graph, alive: Tensor, before: Tape, after: Tape, skipped: Callable[[str], bool]
 ) -> Deviation | None:
-    matter = set(before.that_matter)
+    matter = set(before.relevant_ops)
     ops = [_compared(tape, skipped) for tape in (before, after)]
     index = 0
     for (index, old), (_, new) in zip(*ops, strict=False):
         if old.name.removeprefix("_unsafe_") != new.name.removeprefix("_unsafe_"):
             why = f"{new.name} is computed where {old.name} was"
             return Deviation(why, old, index, excusable=True)
-        why = _differs(graph, alive, before.needed, old, new) if old in matter else ""
+        why = _differs(graph, alive, before.checked_values, old, new) if old in matter else ""
         if why:
             excusable = _is_single(graph, alive, old) or before.depends_on_data
             return Deviation(why, old, index, excusable=excusable)
@@ -208,7 +214,7 @@ def _rest(before: Tape, after: Tape, skipped: Callable[[str], bool]) -> Deviatio
     ops = [_compared(tape, skipped) for tape in (before, after)]
     done = min(map(len, ops))
     missing, added = (
-        [(index, op) for index, op in mine[done:] if op in set(tape.that_matter)]
+        [(index, op) for index, op in mine[done:] if op in set(tape.relevant_ops)]
         for mine, tape in zip(ops, (before, after), strict=True)
     )
     if missing:
@@ -224,8 +230,8 @@ def _rest(before: Tape, after: Tape, skipped: Callable[[str], bool]) -> Deviatio
 
 def _stop(before: Tape, after: Tape, why: str) -> Deviation:
     """Where a run that failed would have gone on."""
-    done = sum(op.module == after.broken for op in after.ops)
-    mine = [k for k, op in enumerate(before.ops) if op.module == after.broken]
+    done = sum(op.module == after.failed_in for op in after.ops)
+    mine = [k for k, op in enumerate(before.ops) if op.module == after.failed_in]
     if not mine:
         return Deviation(why)
     number = mine[min(done, len(mine) - 1)]

@@ -97,7 +97,7 @@ class Flow:
     _made: set[Value] = field(default_factory=set)  # in a run, or given to it, or written to
 
     def run(self, tape: Tape) -> None:
-        matter = set(tape.that_matter)
+        matter = set(tape.relevant_ops)
         self._made.update(tape.inputs)
         for op in tape.ops:
             rule = self.rules.get(op.func) or self.rules.get(op.func._overloadpacket)
@@ -113,9 +113,9 @@ class Flow:
         self.labels.binding = True
         for value in tape.outputs:
             self.freeze(value, "part of the model's output")
-        for value in tape.stored:
+        for value in tape.stored_values:
             self.freeze(value, "stored by the model's code but not returned, so not compared")
-        for value in tape.told:
+        for value in tape.read_values:
             self.freeze(value, "its values decide what the model's code does")
 
     def _fix(self, op: Op) -> None:

@@ -27,7 +27,9 @@ from torch import Tensor, nn
 from ..channels.graph import FROZEN, Graph, Plan
 from ..errors import PruneError
 from ..surgery.apply import shrink
-from ..tracing.tape import Example, Op, Value, as_call, copy_model
+from ..tracing.copying import copy_model
+from ..tracing.model_state import Example, as_call
+from ..tracing.tape import Op, Value
 from .budget import Budget
 from .timing import take_turns, wait
 
@@ -53,7 +55,7 @@ class Terms:
         self.modules: list[str] = []
         found: list[tuple[int, int, float, list[int], list[int]]] = []
         contractions = {item.op: item for item in graph.contractions}
-        for op in graph.tapes[0].that_matter:
+        for op in graph.tapes[0].relevant_ops:
             if not op.outs or any(value.base is not None for value in op.outs):
                 continue  # a view: nothing is done
             module = self._module(op)

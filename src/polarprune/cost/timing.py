@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..surgery.proof import count_macs
-from ..tracing.tape import Example, as_call, named_tensors, tensors_in
+from ..tracing.model_state import Example, as_call, named_tensors, tensors_in
 
 _IN_TURN = 4  # runs of a model that are timed, until it is the next one's turn
 

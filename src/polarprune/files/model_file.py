@@ -22,7 +22,8 @@ from ..rewriting.remove_branches import without_branches, write_down
 from ..rewriting.stored_graphs import decode, encode
 from ..surgery.apply import check_shapes, cut_copy
 from ..surgery.recipe import OTHER_MODEL, RECIPE, Recipe
-from ..tracing.tape import copy_model, named_tensors
+from ..tracing.copying import copy_model
+from ..tracing.model_state import named_tensors
 from ..validation.arguments import check_path
 from .untrusted import (
     BLANK,

@@ -28,7 +28,7 @@ from ..rewriting.parametrizations import parametrized
 from ..rewriting.size_limits import asks_too_much
 from ..rewriting.stored_graphs import decode, is_identifier, is_path
 from ..surgery.recipe import SPATIAL, Recipe, describe_modules
-from ..tracing.tape import named_tensors
+from ..tracing.model_state import named_tensors
 
 BLANK = "0" * 64  # where the checksum goes
 _LONGEST, _MOST = 2**26, 2**23  # characters of JSON, and values in it

@@ -15,7 +15,7 @@ from ..rewriting.parametrizations import parametrized
 from ..rewriting.weighted_norms import open_encoders, weigh
 from ..surgery.apply import plain
 from ..surgery.proof import difference, in_double
-from ..tracing.tape import Example, named_tensors
+from ..tracing.model_state import Example, named_tensors
 from .fused import fuse_gates
 from .gate import ALPHA_START, Gate, GatedWeight, GateVector
 

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..errors import PruneError
-from ..tracing.tape import Example, as_call, opened, untouched
+from ..tracing.model_state import Example, as_call, restored, without_fused_paths
 from .allowed_calls import FACTORIES
 from .captured_forward import LONGEST, PLAIN, CapturedForward, form_of, nothing_lost
 from .interpreter import expect, expect_pieces
@@ -51,12 +51,12 @@ def capture_all(
     found: dict[str, CapturedForward] = {}
     args, kwargs = as_call(example)
     try:
-        with untouched(model, False), opened(model):
+        with restored(model, False), without_fused_paths(model):
             model(*args, **kwargs)
     finally:
         for handle in handles:
             handle.remove()
-    with untouched(model, False), opened(model):  # as if the run before had not been
+    with restored(model, False), without_fused_paths(model):  # as if the run before had not been
         for path, call in calls.items():
             several = len(forms[path]) > 1
             captured = None if several else capture(model.get_submodule(path), *call)

@@ -21,7 +21,8 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrize
 
-from ..tracing.tape import Example, copy_model
+from ..tracing.copying import copy_model
+from ..tracing.model_state import Example
 from .capture import capture_all
 from .captured_forward import CapturedForward, forward_of, with_method
 from .interpreter import runner

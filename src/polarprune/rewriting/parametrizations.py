@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from ..tracing.tape import copy_model
+from ..tracing.copying import copy_model
 
 _HOOKS = {WeightNorm: "weight_norm", SpectralNorm: "spectral_norm"}
 

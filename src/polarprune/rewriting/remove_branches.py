@@ -23,7 +23,7 @@ from torch.nn.modules import batchnorm
 
 from ..channels.graph import Graph, module_of
 from ..errors import PruneError
-from ..tracing.tape import named_tensors
+from ..tracing.model_state import named_tensors
 from .captured_forward import CODE, CapturedForward, nothing_lost
 from .interpreter import one_point
 from .stored_graphs import encode_graph

@@ -18,7 +18,8 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from ..channels.graph import Graph, stays
-from ..tracing.tape import Mark, Tape, Value
+from ..tracing.recorder import Mark
+from ..tracing.tape import Tape, Value
 from .captured_forward import CapturedForward
 from .interpreter import expect, no_channel, one_channel
 from .stored_graphs import decode, encode
@@ -78,10 +79,10 @@ class _Sight:
         self.widths: set[fx.Node] = set()  # numbers that are computed from widths that change
 
     def values(self, node: Any) -> list[Value]:
-        return self.tape.marks.get((self.path, node.name), [])
+        return self.tape.node_values.get((self.path, node.name), [])
 
     def number(self, node: fx.Node) -> Any:
-        return self.tape.marked_numbers.get((self.path, node.name))
+        return self.tape.node_numbers.get((self.path, node.name))
 
     def given(self, item: Any) -> Any:
         """A number, whether the code has it as such or computes it; None if a node gives none."""

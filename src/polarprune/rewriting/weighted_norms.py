@@ -166,7 +166,7 @@ def weights_in(
     nodes: dict[str, dict[str, int]] = {}
     for mode, tape in zip(("eval", "train"), graph.tapes, strict=False):
         code = {node.name: node for node in captured.graphs[mode].nodes}
-        ends = [(end, name) for (where, name), end in tape.ends.items() if where == path]
+        ends = [(end, name) for (where, name), end in tape.node_positions.items() if where == path]
         for number, op in enumerate(tape.ops):
             if op in mine:
                 name = next((name for end, name in ends if end > number), None)

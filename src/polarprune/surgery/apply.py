@@ -24,7 +24,9 @@ from ..rewriting.remove_branches import owner_of, vanishing, without_branches
 from ..rewriting.resize import resized
 from ..rewriting.stored_graphs import decode, encode
 from ..rewriting.weighted_norms import Fixed, open_encoders, unweigh, weigh, weight_of
-from ..tracing.tape import Op, copy_model, named_tensors
+from ..tracing.copying import copy_model
+from ..tracing.model_state import named_tensors
+from ..tracing.tape import Op
 from ..validation.arguments import check_graph
 from .attention import Attention
 from .recipe import (

@@ -22,7 +22,8 @@ from ..gates.install import insert_gates
 from ..rewriting.parametrizations import is_gated
 from ..surgery.apply import cut_copy, selected, write_recipe
 from ..surgery.recipe import RECIPE, Recipe
-from ..tracing.tape import copy_model, named_tensors
+from ..tracing.copying import copy_model
+from ..tracing.model_state import named_tensors
 
 
 def skeleton(model: nn.Module) -> nn.Module:

@@ -26,7 +26,8 @@ from ..report.report import Report
 from ..rewriting.forward_weights import without_computed_weights
 from ..surgery.apply import plain, shrink, warn_of_hooks
 from ..surgery.proof import check_macs, example_for, own_copy, prove_cut
-from ..tracing.tape import Example, clear_slots, copy_model, emptied, empty_slots
+from ..tracing.copying import copy_model
+from ..tracing.model_state import Example, clear_slots, empty_slots, slots_cleared
 from ..validation.arguments import (
     check_done,
     check_finite,
@@ -397,7 +398,7 @@ class Pruner:
                 rebuild.gated(trial, gates_in(trial, self.model, self.gates))
                 return trial
 
-            with emptied(self._slots):
+            with slots_cleared(self._slots):
                 prove_cut(self.model, cut(self.model), self._here(), cut, 1e-4)
         self._take_out(rebuild, known, others)
 
@@ -458,7 +459,7 @@ class Pruner:
         deadline = self.schedule.deadline(self.steps) if not self.landed else 0
         check_done(self.limits, share, self.step_count, self.steps, deadline)
         warn_of_hooks(self.model)
-        with emptied(self._slots):
+        with slots_cleared(self._slots):
             small = self._cut(self.model)
             if verify:
                 self.proof = prove_cut(self.model, small, self._here(), self._cut)
