@@ -23,10 +23,10 @@ ORDER = {
     "validation": ["numbers", "arguments", "pruner_state"],
     "tracing": [
         "schemas",
+        "source_lines",
         "shape_only",
         "watched_sizes",
         "tape",
-        "source_lines",
         "mac_count",
         "model_state",
         "copying",

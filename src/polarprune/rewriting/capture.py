@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import PruneError
 from ..tracing.model_state import Example, as_call, restored, without_fused_paths
+from ..tracing.source_lines import SOURCE_LINE, user_line
 from .allowed_calls import FACTORIES
 from .captured_forward import LONGEST, PLAIN, CapturedForward, form_of, nothing_lost
 from .interpreter import expect, expect_pieces
@@ -186,6 +187,7 @@ class _Tracer(fx.Tracer):
         if target in (operator.getitem, operator.setitem):
             args = (args[0], _spelled_out(args[1]), *args[2:])
         known: Any = super().create_proxy(kind, target, args, kwargs, *more, **named)
+        known.node.meta[SOURCE_LINE] = user_line()
         before, self.running = self.running, True
         try:
             value = self._compute(known.node)

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..channels.graph import Graph, stays
 from ..tracing.recorder import Mark
+from ..tracing.source_lines import SOURCE_LINE, run_as_line
 from ..tracing.tape import Tape, Value
 from .captured_forward import CapturedForward
 from .interpreter import expect, no_channel, one_channel
@@ -30,7 +31,7 @@ def shim(module: nn.Module, mark: Mark, captured: CapturedForward) -> Callable[.
 
     class Marking(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
-            result = super().run_node(n)
+            result = run_as_line(n.meta.get(SOURCE_LINE), super().run_node, n)
             mark(n.name, result)
             return result
 

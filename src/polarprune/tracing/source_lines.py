@@ -10,6 +10,7 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
+SOURCE_LINE = "source_line"  # key in the `meta` of a captured node: the line it comes from
 _INTERNAL = ("torch.", "polarprune.")
 _ALSO_INTERNAL = ("torch", "contextlib")
 
@@ -31,11 +32,11 @@ def user_line() -> str:
             return str(frame.f_locals["line"])
         name = frame.f_globals.get("__name__", "")
         if not name.startswith(_INTERNAL) and name not in _ALSO_INTERNAL:
-            return as_text(frame)
+            return line_of(frame)
         frame = frame.f_back
     return "?"
 
 
-def as_text(frame: FrameType) -> str:
+def line_of(frame: FrameType) -> str:
     """Return file:line of a frame, without the folder."""
     return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
