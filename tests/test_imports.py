@@ -34,7 +34,16 @@ ORDER = {
         "python_reads",
         "recorder",
     ],
-    "channels": ["labels", "propagation", "rules", "graph", "grouping", "connectivity"],
+    "channels": [
+        "labels",
+        "reasons",
+        "propagation",
+        "rules",
+        "graph",
+        "grouping",
+        "connectivity",
+    ],
+    "rules": [],
     "rewriting": [
         "size_limits",
         "interpreter",
@@ -75,7 +84,16 @@ ORDER = {
     "cli": ["console", "demo", "experiments", "app"],
 }
 PACKAGES = list(ORDER)
-RULES = ["movement", "reductions", "contractions", "table"]
+RULES = [
+    "elementwise",
+    "movement",
+    "indexing",
+    "reductions",
+    "products",
+    "contractions",
+    "table",
+]
+MODULES = {"errors", "rules"}  # at the top, not packages
 DOOR = {"Gate", "PruneError", "Pruner", "Schedule", "load", "save", "shrink", "trace"}
 FILES = sorted(
     path.relative_to(ROOT).with_suffix("")
@@ -158,7 +176,7 @@ def test_every_module_has_its_place_in_the_order() -> None:
         for module in modules
         if module != "rules"
     }
-    listed |= {Path("channels", "rules", module) for module in RULES} | {Path("errors")}
+    listed |= {Path("channels", "rules", module) for module in RULES} | set(map(Path, MODULES))
     assert listed == set(FILES)
 
 
@@ -171,7 +189,7 @@ def test_a_module_imports_only_what_comes_before_it(path: Path) -> None:
 
 
 def test_packages_say_what_comes_in_what_goes_out_and_what_they_may_touch() -> None:
-    for package in PACKAGES[1:]:
+    for package in (package for package in PACKAGES if package not in MODULES):
         text = ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text())) or ""
         assert len(text.split()) > 25 and "In:" in text and "Out:" in text, package
 

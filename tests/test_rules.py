@@ -54,6 +54,7 @@ def test_operation_without_a_rule_is_listed_with_its_place(swish: dict[str, Any]
     assert graph.unknown == {"my.swish.default": f"1 ({place})"}
     for name, module in (("0", "1"), ("2", "3")):
         reason = f"channels cannot be followed through my.swish.default in {module} ({place})"
+        reason += "; teach the operation with rules={torch.ops.my.swish: …}, see polarprune.rules"
         assert graph.groups[name].frozen and graph.groups[name].reason == reason
     assert f"unknown operation: my.swish.default in 1 ({place})" in str(graph)
 

@@ -125,8 +125,8 @@ class Inspection:
             if isinstance(module, nn.LSTM) and module.proj_size:
                 why = f"more than the {module.proj_size} projections of {path or 'the model'}"
                 for name, _ in module.named_parameters(path):
-                    if name.rpartition(".")[2].startswith("weight_hr") and flow.known(name):
-                        layer = flow.known(name)[-1]
+                    if name.rpartition(".")[2].startswith("weight_hr") and flow.named_layers(name):
+                        layer = flow.named_layers(name)[-1]
                         flow.at_least.append(AtLeast(layer, 1, module.proj_size + 1, why))
 
     def _record(self) -> list[Tape]:

@@ -60,7 +60,7 @@ def _left(flow: Flow, choice: Choice, *, columns: bool) -> int:
         trial.join(vector, root[choice.inner])
     else:
         trial.join(units, root[choice.passed])
-    for wide, narrow in flow.pending:  # what else will be joined, most likely
+    for wide, narrow in flow.pending_joins:  # what else will be joined, most likely
         if any(varies(root[wide], axis) for axis in support(narrow)):
             trial.join(root[wide], root[narrow])
     new = trial.roots()[root]
@@ -78,7 +78,7 @@ def _decide(flow: Flow) -> None:
     together; where heads go as a whole, the places within a head stay.
     """
     root = flow.labels.roots()
-    for wide, narrow in flow.pending:
+    for wide, narrow in flow.pending_joins:
         if any(varies(root[wide], axis) for axis in support(narrow)):
             flow.labels.join(wide, narrow)
         else:
@@ -103,7 +103,7 @@ def _make_rectangular(flow: Flow) -> None:
     while True:
         root = flow.labels.roots()
         changed = False
-        for layer in flow.wide:
+        for layer in flow.multi_axis_layers:
             units = root[layer]
             axes = [axis for axis in support(layer) if varies(units, axis)]
             if len(axes) > 1:
@@ -186,7 +186,7 @@ def _site_axes(flow: Flow) -> set[int]:
 
 def _made_axes(flow: Flow) -> set[int]:
     made = [vector for item in flow.contractions for vector in item.makes]
-    return _axes_with(flow.labels, [*made, *flow.looked_up])
+    return _axes_with(flow.labels, [*made, *flow.embedding_channels])
 
 
 def _axes_with(labels: Labels, vectors: list[Tensor]) -> set[int]:
@@ -307,11 +307,11 @@ def _graph(
             if number in consumed:
                 sites.setdefault(axis.tensor, {})[axis.axis] = units
     known: dict[int, Tensor] = {}  # many tensors share a layer
-    for layer in (layer for layers in flow._layers.values() for layer in layers):
+    for layer in (layer for layers in flow.value_layers.values() for layer in layers):
         if id(layer) not in known:
             known[id(layer)] = shared(position[layer])
     values = {
-        value: [known[id(layer)] for layer in layers] for value, layers in flow._layers.items()
+        value: [known[id(layer)] for layer in layers] for value, layers in flow.value_layers.items()
     }
     contractions = [
         Contraction(
@@ -341,7 +341,7 @@ def _graph(
             graph.statistics.append(Statistic(item.op, units))
     for need in flow.at_least:
         _keep_enough(graph, position[need.layer], need)
-    graph.unknown, graph.fillings = dict(flow.unknown), set(flow._uniform)
+    graph.unknown, graph.fillings = dict(flow.unknown), set(flow.uniform_values)
     return graph
 
 
