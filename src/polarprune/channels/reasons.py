@@ -10,7 +10,6 @@ from ..tracing.tape import Op
 
 OUTPUT = "part of the model's output"
 REGISTER = "register it with register_buffer so that it is cut together with the channels"
-WEIGHT_BY_GATES = "norms=True weights this mean by the gates, if the module's code can be captured"
 CONSTANT_INDEX = "only a constant vector of integers (a list in the code, a buffer) can be followed"
 
 
@@ -35,10 +34,13 @@ def unknown_operation(op: Op) -> str:
     return because(op, f"channels cannot be followed through {op.func}", remedy=remedy)
 
 
-def mixes(op: Op, *, weighable: bool = False) -> str:
-    """Return the reason for an operation that computes one number from several channels."""
-    remedy = WEIGHT_BY_GATES if weighable else ""
-    return because(op, f"{op.name} mixes channels", remedy=remedy)
+def mixes(op: Op) -> str:
+    """Return the reason for an operation that computes one number from several channels.
+
+    The table of `print(graph)` says for how many channels norms=True is a remedy. It depends on the
+    rest of the model, so it is not part of the reason.
+    """
+    return because(op, f"{op.name} mixes channels")
 
 
 def unlabelled(op: Op, tensor: str) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...tracing.tape import Op, Value
 from ..labels import along, support, with_leading_axes
 from ..propagation import AtLeast, Flow
-from ..reasons import WEIGHT_BY_GATES, because, mixes
+from ..reasons import because, mixes
 
 _WEIGHABLE = ("mean", "sum", "var", "var_mean", "linalg_vector_norm")
 
@@ -51,8 +51,7 @@ def _passing(flow: Flow, op: Op, source: Value, passes: Callable[[int], bool]) -
 def _weight_or_freeze(flow: Flow, op: Op, layer: Tensor) -> None:
     """Let gates weight a mean over channels, or freeze the channels."""
     if op.name not in _WEIGHABLE or not flow.weight_mean(op, layer):
-        weighable = op.name in _WEIGHABLE and len(support(layer)) == 1
-        flow.labels.freeze(layer, mixes(op, weighable=weighable))
+        flow.labels.freeze(layer, mixes(op))
     elif "var" in op.name and _is_unbiased(op):  # undefined for a single channel
         why = f"{op.name} over channels in {op.where}"
         flow.at_least.append(AtLeast(layer, support(layer)[0], 2, why))
@@ -173,8 +172,7 @@ def group_norm(flow: Flow, op: Op) -> None:
         if groups > 1:
             flow.labels.join(rows, rows[:, :1])
         elif not flow.weight_mean(op, along(channels, 1, len(source.shape))):
-            fact = "group norm over all channels"
-            flow.labels.freeze(channels, because(op, fact, remedy=WEIGHT_BY_GATES))
+            flow.labels.freeze(channels, because(op, "group norm over all channels"))
     flow.set(op.outs[0], flow.layers(source))
 
 
@@ -199,7 +197,6 @@ def layer_norm(flow: Flow, op: Op) -> None:
             if support(layer) == support(mixed[0]):
                 flow.labels.join(layer, mixed[0])
     else:
-        remedy = WEIGHT_BY_GATES if len(mixed) == 1 and len(support(mixed[0])) == 1 else ""
         for layer in (*scales, *mixed):
-            flow.labels.freeze(layer, because(op, "layer norm mixes channels", remedy=remedy))
+            flow.labels.freeze(layer, because(op, "layer norm mixes channels"))
     flow.set(op.outs[0], layers)
