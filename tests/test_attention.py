@@ -308,7 +308,7 @@ class OverPixels(nn.Module):
 
 
 def computed(net: nn.Module, x: Tensor) -> Tape:
-    return attempt(net, x, training=False, computed=True)[0]
+    return attempt(net, x, training=False, with_values=True)[0]
 
 
 def test_macs_are_the_same_whichever_kernel_computes_attention() -> None:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import polarprune as pp
 from nets import NETS, WHOLE_NETS
 from polarprune.gates import fused
-from polarprune.tracing.tape import as_call, tensors_in
+from polarprune.tracing.model_state import as_call, tensors_in
 
 
 @pytest.fixture(autouse=True, params=["weights", "gates"])

@@ -196,7 +196,7 @@ class Marked(nn.Module):
 def test_zeros_that_are_overwritten_in_part_keep_their_channels(how: str) -> None:
     graph = pp.trace(around(6, 6, Marked(how)), images().float())
     assert not graph.prunable
-    assert "meets a tensor that is no parameter" in graph.groups["0.0"].reason
+    assert "meets a tensor that is not a parameter" in graph.groups["0.0"].reason
 
 
 class Turned(nn.Module):
@@ -259,7 +259,7 @@ class Windows(nn.Module):
 
 
 def test_heads_in_windows_share_a_table() -> None:
-    whole = {"1": "meets a tensor that is no parameter", "2.2": OUTPUT}
+    whole = {"1": "meets a tensor that is not a parameter", "2.2": OUTPUT}
     cut(around(6, 6, Windows()), (images(),), {"0.0": 6, "1.qkv": 4, "1.proj": 6}, whole)
 
 

@@ -10,9 +10,10 @@ import polarprune as pp
 from nets import digits_resnet
 
 ROOT = Path(__file__).parent.parent
-TEXTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PACKAGES = sorted((ROOT / "src").rglob("README.md"))
+TEXTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *PACKAGES]
 BLOCKS = [
-    pytest.param(block, id=f"{text.name}-{number}")
+    pytest.param(block, id=f"{text.relative_to(ROOT)}-{number}")
     for text in TEXTS
     for number, block in enumerate(
         re.findall(r"```python\n(.*?)```", text.read_text(encoding="utf-8"), re.DOTALL)

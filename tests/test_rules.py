@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import polarprune as pp
-from polarprune.channels.labels import Labels
-from polarprune.channels.propagation import Flow
-from polarprune.channels.rules.table import pointwise
-from polarprune.tracing.tape import Op, Value
+from polarprune import rules
+from polarprune.rules import Flow, Labels, Op, Value, pointwise
 from test_awkward import cut_at_random, images
 
 PAGE = Path(__file__).parent.parent / "docs" / "rules.md"
@@ -54,6 +52,7 @@ def test_operation_without_a_rule_is_listed_with_its_place(swish: dict[str, Any]
     assert graph.unknown == {"my.swish.default": f"1 ({place})"}
     for name, module in (("0", "1"), ("2", "3")):
         reason = f"channels cannot be followed through my.swish.default in {module} ({place})"
+        reason += "; teach the operation with rules={torch.ops.my.swish: …}, see polarprune.rules"
         assert graph.groups[name].frozen and graph.groups[name].reason == reason
     assert f"unknown operation: my.swish.default in 1 ({place})" in str(graph)
 
@@ -175,3 +174,10 @@ def test_unused_rule_changes_nothing() -> None:
     net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
     graph = pp.trace(net, torch.randn(4, 3), rules={torch.ops.aten.gelu: never})
     assert graph.groups == pp.trace(net, torch.randn(4, 3)).groups
+
+
+def test_the_public_module_describes_every_name_and_is_all_that_the_guide_imports() -> None:
+    for name in rules.__all__:
+        assert f"    {name}: " in (rules.__doc__ or ""), name
+    found = set(re.findall(r"(?:from|import) (polarprune[\w.]*)", TEXT))
+    assert found == {"polarprune", "polarprune.rules"}

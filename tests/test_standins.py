@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn, randn
 
 from polarprune.tracing.recorder import attempt, record
-from polarprune.tracing.shape_only import STAND_INS
+from polarprune.tracing.shape_only import PLACEHOLDERS
 
 aten = torch.ops.aten
 conv, norm = aten.convolution.default, aten.native_batch_norm.default
@@ -73,7 +73,7 @@ LEFT_ALONE = [
 
 @pytest.mark.parametrize(("func", "args"), FITTING)
 def test_shape_layout_and_type_are_those_of_the_operation(func: Any, args: Any) -> None:
-    given, wanted = STAND_INS[func](*args), func(*args)
+    given, wanted = PLACEHOLDERS[func](*args), func(*args)
     pairs = zip(*([x] if isinstance(x, Tensor) else x for x in (given, wanted)), strict=True)
     for mine, real in pairs:
         assert mine.shape == real.shape and mine.dtype == real.dtype
@@ -82,22 +82,22 @@ def test_shape_layout_and_type_are_those_of_the_operation(func: Any, args: Any) 
 
 @pytest.mark.parametrize(("func", "args"), OTHERS)
 def test_what_does_not_fit_is_left_to_the_operation(func: Any, args: Any) -> None:
-    assert STAND_INS[func](*args) is None
+    assert PLACEHOLDERS[func](*args) is None
     with pytest.raises((RuntimeError, IndexError)):
         func(*args)
 
 
 @pytest.mark.parametrize(("func", "args"), LEFT_ALONE)
 def test_what_takes_more_thought_is_left_to_the_operation(func: Any, args: Any) -> None:
-    assert STAND_INS[func](*args) is None
+    assert PLACEHOLDERS[func](*args) is None
     func(*args)
 
 
 def test_channels_last_is_left_to_the_operation() -> None:
     x = randn(2, 3, 9, 9).to(memory_format=torch.channels_last)
-    assert STAND_INS[conv](x, randn(6, 3, 3, 3), None, *flat) is None
-    assert STAND_INS[norm](x, *statistics(True)) is None
-    assert STAND_INS[pool](x, [2, 2]) is None and STAND_INS[cat]([x, x], 1) is None
+    assert PLACEHOLDERS[conv](x, randn(6, 3, 3, 3), None, *flat) is None
+    assert PLACEHOLDERS[norm](x, *statistics(True)) is None
+    assert PLACEHOLDERS[pool](x, [2, 2]) is None and PLACEHOLDERS[cat]([x, x], 1) is None
 
 
 class Picky(nn.Module):
@@ -115,7 +115,7 @@ class Picky(nn.Module):
 def test_values_are_computed_where_code_looks_at_them() -> None:
     x = randn(2, 4)
     tape = record(Picky(), x, training=False)
-    assert tape.computed and [op.name for op in tape.ops][-1] == "relu"
-    assert not record(nn.Linear(4, 4), x, training=False).computed
+    assert tape.has_values and [op.name for op in tape.ops][-1] == "relu"
+    assert not record(nn.Linear(4, 4), x, training=False).has_values
     blind, _ = attempt(Picky(), x, training=False)
     assert [op.name for op in blind.ops][-1] == "tanh"

@@ -20,7 +20,7 @@ import polarprune as pp
 import test_exact
 from nets import NETS, BasicBlock, cbr, head
 from polarprune.channels.graph import Graph
-from polarprune.channels.rules.table import pointwise
+from polarprune.rules import pointwise
 from test_exact import counted, difference, double, pruner_of
 
 IMAGE = torch.Generator().manual_seed(0)

@@ -1,8 +1,8 @@
 """Values decide what some models compute: these are followed with the values they have.
 
-Recorded runs make up the results of products (`standins`). Wherever a branch, an index, a shape or
-a file of numbers could come of them, the run has to be repeated with everything computed. And
-nothing that was made up may stay behind in a model.
+Recorded runs use placeholders for the results of products (`shape_only`). If a branch, an index, a
+shape or a file of numbers depends on them, the run is repeated with every operation computed. No
+placeholder value may remain in a model.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ UNSEEN = ("an error that is caught", "packed")  # the cut model may take another
 
 
 def really(model: nn.Module, x: Tensor, training: bool) -> Tape:
-    tape, error = attempt(copy.deepcopy(model), x.clone(), training=training, computed=True)
+    tape, error = attempt(copy.deepcopy(model), x.clone(), training=training, with_values=True)
     assert error is None
     return tape
 
@@ -117,7 +117,7 @@ def test_the_way_is_the_one_that_values_lead(name: str) -> None:
     model, x = Branch(READS[name]), torch.randn(2, 3, 8, 8)
     graph = pp.trace(model, x)
     for training, tape in enumerate(graph.tapes):
-        assert tape.computed
+        assert tape.has_values
         wanted = really(model, x, bool(training))
         assert [op.name for op in tape.ops] == [op.name for op in wanted.ops]
         assert "relu" in [op.name for op in tape.ops]
@@ -158,7 +158,7 @@ def test_indices_are_those_that_values_give(by: str) -> None:
     torch.manual_seed(0)
     model, x = Chosen(by), torch.randn(4, 3, 8, 8)
     graph = pp.trace(model, x)
-    assert graph.tapes[0].computed
+    assert graph.tapes[0].has_values
     for training, tape in enumerate(graph.tapes):
         for mine, real in zip(tape.ops, really(model, x, bool(training)).ops, strict=True):
             for a, b in zip(mine.tensors(), real.tensors(), strict=True):
@@ -246,7 +246,7 @@ class Pooled(nn.Module):
 
 def test_integers_of_the_example_are_known_without_products() -> None:
     graph = pp.trace(Pooled(), torch.arange(18).reshape(2, 9) % 9)
-    assert [tape.computed for tape in graph.tapes] == [False, False]
+    assert [tape.has_values for tape in graph.tapes] == [False, False]
     assert [group.size for group in graph.prunable.values()] == [8, 8]
 
 
@@ -261,4 +261,4 @@ def test_indices_of_a_pool_that_are_read_are_computed() -> None:
             small, indices = self.pool(self.one(x))
             return self.two(self.back(small, indices))
 
-    assert pp.trace(Unpooled(), torch.randn(2, 3, 8, 8)).tapes[0].computed
+    assert pp.trace(Unpooled(), torch.randn(2, 3, 8, 8)).tapes[0].has_values

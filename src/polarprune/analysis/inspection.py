@@ -27,8 +27,9 @@ from ..rewriting.capture import capture_all
 from ..rewriting.captured_forward import CapturedForward, Refused, notes_of
 from ..rewriting.resize import marked_forward
 from ..rewriting.weighted_norms import weights_in
+from ..tracing.model_state import Example, named_tensors, on_host
 from ..tracing.recorder import record
-from ..tracing.tape import Example, Tape, named_tensors, on_host
+from ..tracing.tape import Tape
 
 
 class Inspection:
@@ -134,13 +135,13 @@ class Inspection:
     def _record(self) -> tuple[Tape, ...]:
         """Trace the model in eval mode, and in train mode if it runs in that."""
         code = {**self._norm_code, **self.rewritten}
-        shims = {
+        forwards = {
             path: partial(marked_forward, captured=captured) for path, captured in code.items()
         }
-        tapes = [record(self.model, self.example, training=False, shims=shims)]
+        tapes = [record(self.model, self.example, training=False, forwards=forwards)]
         self.notes = []
         try:
-            tapes.append(record(self.model, self.example, training=True, shims=shims))
+            tapes.append(record(self.model, self.example, training=True, forwards=forwards))
         except PruneError as error:
             self.notes = [f"followed in eval mode only; train mode did not run: {error}"]
         self._tapes = tuple(tapes)
@@ -166,8 +167,8 @@ class Inspection:
             if isinstance(module, nn.LSTM) and module.proj_size:
                 why = f"more than the {module.proj_size} projections of {path or 'the model'}"
                 for name, _ in module.named_parameters(path):
-                    if name.rpartition(".")[2].startswith("weight_hr") and flow.known(name):
-                        layer = flow.known(name)[-1]
+                    if name.rpartition(".")[2].startswith("weight_hr") and flow.named_layers(name):
+                        layer = flow.named_layers(name)[-1]
                         flow.at_least.append(AtLeast(layer, 1, module.proj_size + 1, why))
 
     # --- findings ---

@@ -78,7 +78,7 @@ class TapeComparison:
 
     def first_mismatch(self) -> Mismatch | None:
         """Compare operation by operation as far as both runs go, then the output shapes."""
-        matter = set(self.before.that_matter)
+        matter = set(self.before.relevant_ops)
         index = 0
         for (index, old), (_, new) in zip(*self._operations(), strict=False):
             if old.name.removeprefix("_unsafe_") != new.name.removeprefix("_unsafe_"):
@@ -102,8 +102,8 @@ class TapeComparison:
         """Find an operation at the end of one run that the other did not perform."""
         old, new = self._operations()
         done = min(len(old), len(new))
-        missing = [(k, op) for k, op in old[done:] if op in set(self.before.that_matter)]
-        added = [op for _, op in new[done:] if op in set(self.after.that_matter)]
+        missing = [(k, op) for k, op in old[done:] if op in set(self.before.relevant_ops)]
+        added = [op for _, op in new[done:] if op in set(self.after.relevant_ops)]
         if missing:
             index, op = missing[0]
             return Mismatch(f"the cut model does not compute {op.name}", op, index, excusable=True)
@@ -116,8 +116,8 @@ class TapeComparison:
 
     def stop(self, why: str) -> Mismatch:
         """Return a mismatch at the operation that a run which failed did not reach."""
-        done = sum(op.module == self.after.broken for op in self.after.ops)
-        mine = [k for k, op in enumerate(self.before.ops) if op.module == self.after.broken]
+        done = sum(op.module == self.after.failed_in for op in self.after.ops)
+        mine = [k for k, op in enumerate(self.before.ops) if op.module == self.after.failed_in]
         if not mine:
             return Mismatch(why)
         number = mine[min(done, len(mine) - 1)]
@@ -136,7 +136,7 @@ class TapeComparison:
     def _difference(self, old: Op, new: Op) -> str:
         """Return how an operation differs from the prediction; empty if it does not."""
         for a, b in zip(old.outs, new.outs, strict=False):
-            wanted = self.graph.shape(a, self.alive) if a in self.before.needed else None
+            wanted = self.graph.shape(a, self.alive) if a in self.before.checked_values else None
             if wanted is not None and wanted != b.shape:
                 return f"{old.name} returns shape {list(b.shape)}, expected {list(wanted)}"
         counts_channels = self.graph.values.get(old.outs[0]) if old.outs else None

@@ -25,7 +25,7 @@ from ..rewriting.parametrizations import by_hooks, computed, is_gated
 from ..rewriting.remove_branches import removed_with_groups
 from ..rewriting.symbolic_graphs import graphs_cached
 from ..torch_internals.patches import exclusive
-from ..tracing.tape import Example, as_call, named_tensors, on_host
+from ..tracing.model_state import Example, as_call, named_tensors, on_host
 from ..validation.arguments import checked_rules, keep_patterns
 from ..validation.models import check_example, check_model
 from .confirm import confirm

@@ -21,8 +21,10 @@ from ..surgery.other_inputs import fresh_inputs
 from ..surgery.proof import StaysDouble, in_double, prove_equal
 from ..surgery.recipe import Recipe
 from ..surgery.write_recipe import write_recipe
+from ..tracing.copying import copy_model
+from ..tracing.model_state import Example
 from ..tracing.recorder import attempt, record
-from ..tracing.tape import Example, Tape, copy_model
+from ..tracing.tape import Tape
 from .tape_comparison import Mismatch, TapeComparison, replaced_modules
 
 _TOLERANCE = 1e-8  # in float64, where a correct cut differs by 1e-15 and a wrong one by 1e-3
@@ -64,7 +66,7 @@ class TrialCuts:
     ) -> Mismatch | None:
         """Run a copy with the shapes of the cut model in the traced modes; compare the tapes."""
         try:
-            values = any(tape.computed for tape in graph.tapes)
+            values = any(tape.has_values for tape in graph.tapes)
             small = mock_copy(self.model, recipe, values=values)
         except PruneError as refused:
             return Mismatch(str(refused))
@@ -82,7 +84,9 @@ class TrialCuts:
         self, small: nn.Module, before: Tape, *, training: bool
     ) -> tuple[Tape, Exception | None]:
         """Trace the cut model in one mode; return the tape and the error that stopped it."""
-        return attempt(small, self.example, training=training, computed=before.computed, brief=True)
+        return attempt(
+            small, self.example, training=training, with_values=before.has_values, brief=True
+        )
 
     def _compare_outputs(
         self, graph: Graph, plan: Plan, recipe: Recipe, found: Mismatch | None
@@ -117,7 +121,7 @@ class TrialCuts:
 def _mismatch_of(tapes: TapeComparison, error: Exception | None) -> Mismatch | None:
     """Return the first mismatch of two runs; `error` is what stopped the second."""
     found = tapes.first_mismatch()
-    if found is None and tapes.after.looked and not tapes.before.computed:
+    if found is None and tapes.after.needs_values and not tapes.before.has_values:
         found = Mismatch("the code of the cut model reads values of tensors", excusable=True)
     if found is None and error is None:
         found = tapes.unmatched_end()

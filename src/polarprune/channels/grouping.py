@@ -223,7 +223,7 @@ def _consumed_axes(flow: Flow) -> set[int]:
 def _produced_axes(flow: Flow) -> set[int]:
     """Return the numbers of the axes from which channels of contractions and embeddings come."""
     made = [vector for item in flow.contractions for vector in item.makes]
-    return _axes_with(flow.labels, [*made, *flow.looked_up])
+    return _axes_with(flow.labels, [*made, *flow.embedding_channels])
 
 
 def _axes_with(labels: Labels, vectors: list[Tensor]) -> set[int]:

@@ -84,7 +84,7 @@ def _units_left(flow: Flow, choice: Choice, *, columns: bool) -> int:
         trial.join(vector, root[choice.inner])
     else:
         trial.join(units, root[choice.passed])
-    for wide, narrow in flow.pending:  # these will most likely be joined later
+    for wide, narrow in flow.pending_joins:  # these will most likely be joined later
         if _varies_along(root[wide], narrow):
             trial.join(root[wide], root[narrow])
     new = trial.roots()[root]
@@ -111,7 +111,7 @@ def _join_or_freeze_pending(flow: Flow) -> None:
     labels do not vary along the position, and the positions are frozen instead.
     """
     root = flow.labels.roots()
-    for wide, narrow in flow.pending:
+    for wide, narrow in flow.pending_joins:
         if _varies_along(root[wide], narrow):
             flow.labels.join(wide, narrow)
         else:
@@ -128,7 +128,7 @@ def _make_rectangular(flow: Flow) -> None:
     while changed:
         root = flow.labels.roots()
         changed = False
-        for layer in flow.wide:
+        for layer in flow.multi_axis_layers:
             units = root[layer]
             axes = [axis for axis in support(layer) if varies(units, axis)]
             if len(axes) > 1:

@@ -1,26 +1,27 @@
 """Labels: integers that say which channel an element of a tensor belongs to.
 
-A tensor carries *layers*. A layer is an int64 tensor with the tensor's number of axes, each axis
-either of full size or of size 1 where the label does not vary along it. A weight has one layer for
-each axis; an activation usually has one, along its channels. Labels that are joined live and die
-together. All joins are collected and resolved at once (`roots`).
+A tensor carries *layers*. A layer is an int64 tensor with as many axes as the tensor. Each axis has
+either the full size, or size 1 if the label does not vary along it. A weight has one layer for each
+axis; an activation usually has one, along its channels. Joined labels belong to the same unit: they
+are removed together. Joins are collected and resolved all at once (`Labels.roots`).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-_WIDE = 1 << 31  # two labels as one number
+_MOST_LABELS = 1 << 31  # a pair (a, b) is stored as the int64 a * _MOST_LABELS + b
+
+MemoryKey = tuple[int, torch.Size, tuple[int, ...]]  # address, shape and stride of a layer
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a parameter or buffer, and the range of labels it was given."""
+    """One axis of a parameter or buffer, and the range of labels it received."""
 
     tensor: str
     axis: int
@@ -29,23 +30,25 @@ class Axis:
 
 
 class Labels:
-    """Hands out labels and keeps what is said about them: joined, or frozen for a reason."""
+    """Creates labels, and records which are joined and which are frozen for what reason."""
 
     def __init__(self) -> None:
         self.count = 0
         self.axes: list[Axis] = []
-        self._pairs: list[Tensor] = []  # joined since roots were looked for
+        self.binding = True  # while False, `freeze` has no effect
+        self._pairs: list[Tensor] = []  # joined since the last call of `roots`
         self._root = torch.arange(0)
-        self._joined: dict[Any, tuple[Tensor, Tensor]] = {}  # by where they lie, kept there
+        # Holds the layers as well, so that their addresses are not reused.
+        self._joined: dict[tuple[MemoryKey, MemoryKey], tuple[Tensor, Tensor]] = {}
         self._frozen: list[tuple[Tensor, str]] = []
-        self.binding = True  # else nothing is frozen
 
     def fresh(self, size: int) -> Tensor:
+        """Return a vector of `size` new labels."""
         self.count += size
         return torch.arange(self.count - size, self.count)
 
     def of_tensor(self, name: str, shape: tuple[int, ...]) -> list[Tensor]:
-        """A fresh label for each index of each axis; an axis of one has nothing to lose."""
+        """Return layers with a new label for each index of each axis that is longer than 1."""
         layers = []
         for axis, size in enumerate(shape):
             if size > 1:
@@ -54,19 +57,23 @@ class Labels:
         return layers
 
     def join(self, left: Tensor, right: Tensor) -> None:
-        """Element by element after broadcasting; the next tape often says the same once more."""
-        key = (_place(left), _place(right))
+        """Join labels element by element, after broadcasting.
+
+        The second tape usually repeats the joins of the first. They are skipped.
+        """
+        key = (_memory_key(left), _memory_key(right))
         if key[0] != key[1] and key not in self._joined:
             self._joined[key] = left, right
             a, b = torch.broadcast_tensors(left, right)
-            self._pairs.append((a * _WIDE + b).flatten())
+            self._pairs.append((a * _MOST_LABELS + b).flatten())
 
     def freeze(self, layer: Tensor, reason: str) -> None:
+        """Freeze all labels of a layer, and those they are joined with."""
         if self.binding:
             self._frozen.append((compress(layer).flatten(), reason))
 
     def flatten_onto(self, layer: Tensor, axes: tuple[int, ...]) -> Tensor:
-        """Join along all axes but these, and give the layer back as it varies along these only."""
+        """Join along all axes except `axes`, and return the layer that varies along `axes` only."""
         first = layer
         for axis in range(layer.dim()):
             if axis not in axes:
@@ -75,16 +82,23 @@ class Labels:
         return first
 
     def roots(self) -> Tensor:
-        """For every label the smallest label it is joined with (connected components)."""
+        """Return for every label the smallest label it is joined with (connected components)."""
         root = torch.cat([self._root, torch.arange(len(self._root), self.count)])
         if self._pairs:
             pairs = torch.cat(self._pairs).unique()
-            root = _connected(root, pairs // _WIDE, pairs % _WIDE)
+            root = _connected(root, pairs // _MOST_LABELS, pairs % _MOST_LABELS)
         self._pairs, self._root = [], root
         return root
 
     def reasons(self, root: Tensor) -> tuple[Tensor, list[str]]:
-        """For every component the number of the reason that froze it first, or -1; the reasons."""
+        """Return why labels are frozen.
+
+        Args:
+            root: the result of `roots`.
+
+        Returns:
+            For every root the number of the reason that froze it first, or -1; and the reasons.
+        """
         texts = list(dict.fromkeys(reason for _, reason in self._frozen))
         numbers = {reason: number for number, reason in enumerate(texts)}
         first = torch.full((self.count,), -1)
@@ -93,12 +107,16 @@ class Labels:
         return first, texts
 
 
-def _place(layer: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+def _memory_key(layer: Tensor) -> MemoryKey:
     return layer.data_ptr(), layer.shape, layer.stride()
 
 
 def _connected(root: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """What the roots become when these labels are joined, pair by pair."""
+    """Return the roots after joining `a` and `b` element by element.
+
+    Each round replaces the roots of both ends by the smaller one and then follows roots to the end.
+    Pairs that are connected by then need not be looked at again.
+    """
     while len(a):
         low = torch.minimum(root[a], root[b])
         new = root.clone()
@@ -106,26 +124,31 @@ def _connected(root: Tensor, a: Tensor, b: Tensor) -> Tensor:
         new.scatter_reduce_(0, root[b], low, "amin")
         while not torch.equal(new, new[new]):
             new = new[new]
-        apart = (new[a] != new[b]).nonzero().flatten()  # what is together stays so
+        apart = (new[a] != new[b]).nonzero().flatten()
         root, a, b = new, a[apart], b[apart]
     return root
 
 
 def along(vector: Tensor, axis: int, dim: int) -> Tensor:
-    """A vector of labels as a layer of a `dim`-dimensional tensor."""
+    """Return a vector of labels as a layer of a tensor with `dim` axes, varying along `axis`."""
     shape = [1] * dim
     shape[axis] = -1
     return vector.reshape(shape)
 
 
 def support(layer: Tensor) -> tuple[int, ...]:
-    """The axes along which a layer varies."""
+    """Return the axes along which a layer varies."""
     return tuple(axis for axis, size in enumerate(layer.shape) if size > 1)
 
 
+def with_leading_axes(layer: Tensor, dim: int) -> Tensor:
+    """Return the layer with axes of size 1 in front, as broadcasting adds them."""
+    return layer.reshape((1,) * (dim - layer.dim()) + tuple(layer.shape))
+
+
 def compress(layer: Tensor) -> Tensor:
-    """Axes along which the labels turn out constant become axes of size 1."""
-    for axis in support(layer):  # first what is expanded, for nothing: it may be huge
+    """Reduce axes along which the labels are constant to size 1."""
+    for axis in support(layer):  # expanded axes first: they cost nothing, and may be huge
         if layer.stride(axis) == 0:
             layer = layer.narrow(axis, 0, 1)
     for axis in support(layer):
@@ -136,7 +159,7 @@ def compress(layer: Tensor) -> Tensor:
 
 
 def reshape(layer: Tensor, old: tuple[int, ...], new: tuple[int, ...]) -> Tensor:
-    """The layer of `tensor.reshape(new)`, expanding only the axes it varies along."""
+    """Return the layer of `tensor.reshape(new)`. Only axes along which it varies are expanded."""
     grown, target = list(layer.shape), [1] * len(new)
     for ins, outs in _blocks(old, new):
         if any(layer.shape[axis] > 1 for axis in ins):
@@ -148,7 +171,7 @@ def reshape(layer: Tensor, old: tuple[int, ...], new: tuple[int, ...]) -> Tensor
 
 
 def _blocks(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
-    """Smallest runs of old and new axes that hold the same number of elements."""
+    """Return the shortest runs of old and new axes that hold the same number of elements."""
     blocks, i, j = [], 0, 0
     while i < len(old) or j < len(new):
         ins, outs = [], []

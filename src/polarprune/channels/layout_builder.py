@@ -60,10 +60,10 @@ def build_layout(
         shapes=_shapes(tapes),
         values={
             value: [units.of_layer(layer) for layer in layers]
-            for value, layers in flow._layers.items()
+            for value, layers in flow.value_layers.items()
         },
         tapes=tuple(tapes),
-        fillings=frozenset(flow._uniform),
+        fillings=frozenset(flow.uniform_values),
         channel_counts=_channel_counts(flow, unit_of),
         statistics=_statistics(flow, unit_of),
     )

@@ -1,7 +1,8 @@
-"""Labels on their way through a tape. What an operation does to them is its rule's business.
+"""Send labels through a tape, operation by operation.
 
-A rule is a function `(flow, op) -> None` that reads the layers of the operation's inputs
-(`flow.layers`), joins or freezes labels, and sets the layers of its outputs (`flow.set`).
+What an operation does to labels is decided by its rule: a function `(flow, op) -> None` that reads
+the layers of the operation's inputs (`flow.layers`), joins or freezes labels (`flow.labels`), and
+sets the layers of its outputs (`flow.set`). An operation without a rule goes to `flow.default`.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..tracing.schemas import changes_shape_in_place, is_mutable
 from ..tracing.tape import Op, Tape, Value
 from .labels import Labels, support
+from .reasons import OUTPUT, because
 
 Rule = Callable[["Flow", Op], None]
 _FILLS = ("zero_", "fill_", "bernoulli_", "uniform_", "normal_", "random_")
@@ -23,11 +25,16 @@ _FILLS = ("zero_", "fill_", "bernoulli_", "uniform_", "normal_", "random_")
 
 @dataclass(eq=False)
 class Contraction:
-    """An operation that merges channels.
+    """An operation that merges channels by a weight.
 
-    `factors` are the label vectors whose live shares scale its MACs; `sites` are the label vectors,
-    belonging to a weight, at which a gate silences the incoming channels; `makes` are the channels
-    that come out (none: a single one, which stays).
+    Attributes:
+        op: the operation.
+        factors: vectors of labels. The MACs of the operation are proportional to the share of
+            labels that remain in each of them.
+        sites: vectors of labels along the input axis of a weight, where a gate can close the
+            incoming channels.
+        makes: vectors of labels of the output channels. If it is empty, the operation has a single
+            output channel, which is frozen.
     """
 
     op: Op
@@ -38,23 +45,24 @@ class Contraction:
 
 @dataclass(eq=False)
 class Choice:
-    """A weight reads channels that vary along the axis it contracts and along others.
+    """A weight that reads channels which vary along the contracted axis and along other axes.
 
-    `view(batch, rows, columns)` leaves such channels, and so does a pixel shuffle. Either the same
-    columns of every row go, with the inputs of the weight, or whole rows, which then go on as
-    `passed`. What leaves more is known when all operations have been seen.
+    `view(batch, rows, columns)` and a pixel shuffle create such channels. There are two ways to
+    prune them. Either the same columns are removed from every row, together with the inputs of the
+    weight. Or entire rows are removed, which continue as `passed`. Grouping decides which way
+    leaves more prunable units, after all operations have been seen.
     """
 
     contraction: Contraction
     layer: Tensor
-    axis: int  # the one that is contracted
-    inner: Tensor  # of the weight
+    axis: int  # the contracted one
+    inner: Tensor  # labels along the input axis of the weight
     passed: Tensor
 
 
 @dataclass(eq=False)
 class AtLeast:
-    """So many channels have to stay along an axis of a layer, and why."""
+    """A number of channels that must remain along an axis of a layer, and why."""
 
     layer: Tensor
     axis: int
@@ -64,7 +72,7 @@ class AtLeast:
 
 @dataclass(eq=False)
 class Statistic:
-    """An operation that takes a mean over channels, which gates can weight."""
+    """An operation that computes a mean over channels, which gates can weight."""
 
     op: Op
     layer: Tensor
@@ -72,125 +80,223 @@ class Statistic:
 
 @dataclass(eq=False)
 class Flow:
-    """Labels on their way through a tape."""
+    """The labels of all tensors while they are sent through tapes.
+
+    Rules use `layers`, `on` and `set`, and `labels.join` and `labels.freeze`.
+    """
 
     labels: Labels
-    rules: Mapping[Any, Rule]
+    rules: Mapping[object, Rule]  # by overload or by overload packet
     default: Rule
     contractions: list[Contraction] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
-    looked_up: list[Tensor] = field(default_factory=list)  # channels that embeddings make
-    # numbers that count channels: where, of which layer, along which axis
+    embedding_channels: list[Tensor] = field(default_factory=list)  # that embeddings create
+    # Arguments that count channels, as in x[:, :8]: the operation, the layer and its axis.
     channel_counts: list[tuple[Op, Tensor, int]] = field(default_factory=list)
-    # a layer that varies along several axes, and one along some of these: decided at the end
-    pending: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    # A layer along several axes met one along some of them: grouping decides whether to join.
+    pending_joins: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     at_least: list[AtLeast] = field(default_factory=list)
-    wide: list[Tensor] = field(default_factory=list)  # layers that vary along several axes
-    unknown: dict[str, str] = field(default_factory=dict)  # operation -> where
-    norms: Callable[[str], bool] = lambda module: False  # may its means be weighted?
+    multi_axis_layers: list[Tensor] = field(default_factory=list)  # vary along several axes
+    unknown: dict[str, str] = field(default_factory=dict)  # operation without a rule -> where
+    norms: Callable[[str], bool] = lambda module: False  # may means in this module be weighted?
     statistics: list[Statistic] = field(default_factory=list)
-    unweighted: bool = False  # a mean that could have been, was not
-    _layers: dict[Value, list[Tensor]] = field(default_factory=dict)
-    _tensors: dict[str, list[Tensor]] = field(default_factory=dict)
-    _uniform: set[Value] = field(default_factory=set)
-    _weights: set[Value] = field(default_factory=set)  # parameters that were moved about
-    _made: set[Value] = field(default_factory=set)  # in a run, or given to it, or written to
+    unweighted: bool = False  # a mean was frozen that gates could weight
+    value_layers: dict[Value, list[Tensor]] = field(default_factory=dict)
+    uniform_values: set[Value] = field(default_factory=set)  # see `is_uniform`
+    _named_layers: dict[str, list[Tensor]] = field(default_factory=dict)  # of parameters, buffers
+    _moved_weights: set[Value] = field(default_factory=set)  # views and copies of parameters
+    _created: set[Value] = field(default_factory=set)  # in a run, passed to it, or written to
+    _producers: dict[Value, Op] = field(default_factory=dict)
+    _inputs: set[Value] = field(default_factory=set)
+    _current: Op | None = None
+
+    # --- running ---
 
     def run(self, tape: Tape) -> None:
-        matter = set(tape.that_matter)
-        self._made.update(tape.inputs)
+        """Apply the rule of every operation, then freeze what leaves the run."""
+        relevant = set(tape.relevant_ops)
+        self._created.update(tape.inputs)
+        self._inputs.update(tape.inputs)
         for op in tape.ops:
-            rule = self.rules.get(op.func) or self.rules.get(op.func._overloadpacket)
-            # What comes of the others is not looked at: they have to run, that is all.
-            self.labels.binding = op in matter
-            (rule or self.default)(self, op)
-            if op.name != "lift_fresh":  # which makes a constant of a number in the code
-                self._made.update(value.root for value in op.outs)
-            if op.seeded:
-                self._fix(op)
-            if op.func._schema.is_mutable and torch.Tag.inplace_view not in op.func.tags:
-                self._written(op)
+            # The results of the other operations are discarded: they only have to run.
+            self.labels.binding = op in relevant
+            self._apply(op)
         self.labels.binding = True
+        self._freeze_final_values(tape)
+
+    def _apply(self, op: Op) -> None:
+        self._current = op
+        self._producers.update((value, op) for value in op.outs if value not in op.inputs())
+        rule = self.rules.get(op.func) or self.rules.get(op.func._overloadpacket)
+        (rule or self.default)(self, op)
+        if op.name != "lift_fresh":  # it turns a number in the code into a constant
+            self._created.update(value.root for value in op.outs)
+        if op.seeded:
+            self._freeze_seeded(op)
+        if is_mutable(op.func) and not changes_shape_in_place(op.func):
+            self._update_uniform(op)
+
+    def _freeze_final_values(self, tape: Tape) -> None:
         for value in tape.outputs:
-            self.freeze(value, "part of the model's output")
-        for value in tape.stored:
-            self.freeze(value, "stored by the model's code but not returned, so not compared")
-        for value in tape.told:
-            self.freeze(value, "its values decide what the model's code does")
+            self.freeze(value, OUTPUT)
+        for value in tape.stored_values:
+            self.freeze(
+                value,
+                f"stored by the model's code but not returned, so it cannot be compared: "
+                f"{self.describe(value)}; return it, or do not keep it after forward",
+            )
+        for value in tape.read_values:
+            self.freeze(
+                value, f"its values decide what the model's code does: {self.describe(value)}"
+            )
 
-    def _fix(self, op: Op) -> None:
-        """Numbers that are drawn from a seeded generator are a fixed vector, not noise."""
-        written = op.func._schema.is_mutable and op.inputs()[:1]
+    def _freeze_seeded(self, op: Op) -> None:
+        """Freeze what meets numbers from a seeded generator: a fixed vector, not noise."""
+        reason = because(
+            op,
+            f"{op.name} draws numbers with a fixed seed",
+            remedy="set the seed outside the model",
+        )
         for value in (*op.inputs(), *op.outs):
-            self.freeze(value, f"numbers are drawn with a fixed seed in {op.where}")
-        drawn = {value.root for value in (*op.outs, *(written or ()))}
-        self._uniform -= {value for value in self._uniform if value.root in drawn}
+            self.freeze(value, reason)
+        written = op.inputs()[:1] if is_mutable(op.func) else []
+        drawn = {value.root for value in (*op.outs, *written)}
+        self.uniform_values -= {value for value in self.uniform_values if value.root in drawn}
 
-    def _written(self, op: Op) -> None:
-        """Zeros of which a part is overwritten with ones are not alike along every axis."""
-        target: Any = op.args[0]
-        base = target.base if isinstance(target, Value) else None
-        if base is None or math.prod(target.shape) == math.prod(base.shape):
-            others = op.inputs()[1:]
-            alike = torch.Tag.pointwise in op.func.tags and all(map(self.uniform, others))
-            if isinstance(target, Value) and op.name not in _FILLS and not alike:
-                own = (target, base)
-                self._uniform -= {v for v in self._uniform if v in own or v.base in own[:1]}
+    def _update_uniform(self, op: Op) -> None:
+        """Drop the mark of uniform tensors that are overwritten in part, or with other values."""
+        target: object = op.args[0]
+        if not isinstance(target, Value):
             return
-        if not any(self.layers(value) for value in op.inputs()[1:]):
-            self._uniform -= {value for value in self._uniform if base in (value, value.base)}
+        base = target.base
+        if base is None or math.prod(target.shape) == math.prod(base.shape):
+            alike = torch.Tag.pointwise in op.func.tags and all(
+                map(self.is_uniform, op.inputs()[1:])
+            )
+            if op.name not in _FILLS and not alike:
+                self._drop_uniform(lambda v: v in (target, base) or v.base is target)
+        elif not any(self.layers(value) for value in op.inputs()[1:]):
+            self._drop_uniform(lambda v: base in (v, v.base))
 
-    def layers(self, value: Any) -> list[Tensor]:
+    def _drop_uniform(self, condition: Callable[[Value], bool]) -> None:
+        self.uniform_values -= {value for value in self.uniform_values if condition(value)}
+
+    # --- what rules read ---
+
+    def layers(self, value: object) -> list[Tensor]:
+        """Return the layers of a tensor. Parameters and buffers get theirs at the first call."""
         if not isinstance(value, Value):
             return []
-        if value not in self._layers:
-            self._layers[value] = self._of_tensor(value) if value.name else []
-        return self._layers[value]
+        if value not in self.value_layers:
+            self.value_layers[value] = self._labelled(value) if value.name else []
+        return self.value_layers[value]
 
-    def _of_tensor(self, value: Value) -> list[Tensor]:
-        if value.name not in self._tensors:
-            self._tensors[value.name] = self.labels.of_tensor(value.name, value.shape)
-        return self._tensors[value.name]
+    def _labelled(self, value: Value) -> list[Tensor]:
+        if value.name not in self._named_layers:
+            self._named_layers[value.name] = self.labels.of_tensor(value.name, value.shape)
+        return self._named_layers[value.name]
 
-    def known(self, name: str) -> list[Tensor]:
-        """The layers of a parameter or buffer, if it was read."""
-        return self._tensors.get(name, [])
+    def named_layers(self, name: str) -> list[Tensor]:
+        """Return the layers of a parameter or buffer, if an operation read it."""
+        return self._named_layers.get(name, [])
+
+    def on(self, value: Value, axis: int) -> Tensor | None:
+        """Return the labels along an axis as a vector, or None if no layer varies along it.
+
+        A layer that varies along other axes as well is joined along these.
+        """
+        axis = value.axis(axis)
+        found = [layer for layer in self.layers(value) if axis in support(layer)]
+        if not found:
+            return None
+        layer = found[0] if len(found) == 1 else self._main_layer(found, value)
+        return self.labels.flatten_onto(layer, (axis,)).flatten()
+
+    def _main_layer(self, layers: list[Tensor], value: Value) -> Tensor:
+        """Choose one of several layers on one axis, and freeze the others.
+
+        Prefers the first layer with prunable channels that a contraction makes.
+        """
+        root = self.labels.roots()
+        prunable = self.labels.reasons(root)[0] < 0
+        made = torch.zeros_like(prunable)
+        for vector in (v for item in self.contractions if item.sites for v in item.makes):
+            made[root[vector]] = True
+        first = next((x for x in layers if bool((made & prunable)[root[x]].any())), layers[0])
+        for layer in layers:
+            if layer is not first:
+                self.labels.freeze(layer, self._here("lies on one axis with other channels", value))
+        return first
+
+    def constant_index(self, value: object) -> Tensor | None:
+        """Return the contents of an integer vector that the model holds or its code spells out."""
+        if not isinstance(value, Value) or value.root in self._created or len(value.shape) != 1:
+            return None
+        data = value.data
+        return None if data is None or data.dtype == torch.bool else data.cpu().long()
+
+    def is_uniform(self, value: Value) -> bool:
+        """Return True for zeros, ones and noise: all channels are alike, so any can be removed."""
+        return value in self.uniform_values
+
+    def is_weight(self, value: Value) -> bool:
+        """Return True for a parameter or buffer, or a view or copy of one.
+
+        Scaling it scales what is computed from it, so a gate can be multiplied into it.
+        """
+        return bool(value.name) or value in self._moved_weights
+
+    def describe(self, value: Value) -> str:
+        """Say in a few words where a tensor comes from, for a reason."""
+        shape = f"of shape {value.shape}"
+        op = self._producers.get(value)
+        if value.name:
+            return f"{value.name!r} {shape}"
+        if value.root in self._inputs:
+            return f"an input of the model {shape}"
+        if op is None or op.name == "lift_fresh":
+            return f"a constant tensor {shape}"
+        return f"the result {shape} of {op.name} in {op.where}"
+
+    def _here(self, fact: str, value: Value) -> str:
+        detail = self.describe(value)
+        return because(self._current, fact, detail=detail) if self._current else f"{fact}: {detail}"
+
+    # --- what rules write ---
 
     def set(self, value: Value, layers: Iterable[Tensor]) -> None:
+        """Set the layers of a tensor. A layer that does not vary freezes its only channel."""
         kept = []
         for layer in layers:
             if support(layer):
                 kept.append(layer)
                 if len(support(layer)) > 1:
-                    self.wide.append(layer)
+                    self.multi_axis_layers.append(layer)
             else:
-                self.labels.freeze(layer, "a single channel is picked out of its group")
-        self._layers[value] = kept
+                fact = "a single channel is picked out of its group"
+                self.labels.freeze(layer, self._here(fact, value))
+        self.value_layers[value] = kept
 
-    def on(self, value: Any, axis: int) -> Tensor | None:
-        """The layer that varies along this axis, joined along all its other axes."""
-        axis = value.axis(axis)
-        found = [layer for layer in self.layers(value) if axis in support(layer)]
-        if not found:
-            return None
-        layer = found[0] if len(found) == 1 else self._main(found)
-        return self.labels.flatten_onto(layer, (axis,)).flatten()
+    def freeze(self, value: object, reason: str) -> None:
+        """Freeze all channels of a tensor."""
+        for layer in self.layers(value):
+            self.labels.freeze(layer, reason)
 
-    def _main(self, layers: list[Tensor]) -> Tensor:
-        """Of labels flattened into one axis, the first that a layer makes; the others stay."""
-        root = self.labels.roots()
-        open_ones = self.labels.reasons(root)[0] < 0
-        made = torch.zeros_like(open_ones)
-        for vector in (v for item in self.contractions if item.sites for v in item.makes):
-            made[root[vector]] = True
-        first = next((x for x in layers if bool((made & open_ones)[root[x]].any())), layers[0])
-        for layer in layers:
-            if layer is not first:
-                self.labels.freeze(layer, "lies on one axis with other channels")
-        return first
+    def mark_uniform(self, value: Value) -> None:
+        """Note that all channels of a tensor are alike."""
+        self.uniform_values.add(value)
 
-    def weigh(self, op: Op, layer: Tensor) -> bool:
-        """Note that a mean over these channels is to be weighted, if that is wanted."""
+    def set_moved(self, op: Op, source: Value, results: Iterable[Iterable[Tensor]]) -> None:
+        """Set the layers of an operation's outputs, which hold elements of `source` unchanged."""
+        for out, layers in zip(op.outs, results, strict=True):
+            self.set(out, layers)
+            if self.is_uniform(source):
+                self.mark_uniform(out)
+            if self.is_weight(source):
+                self._moved_weights.add(out)
+
+    def weight_mean(self, op: Op, layer: Tensor) -> bool:
+        """Note that gates weight a mean over these channels. Return False if they cannot."""
         if len(support(layer)) > 1:
             return False
         if not self.norms(op.module):
@@ -198,21 +304,3 @@ class Flow:
             return False
         self.statistics.append(Statistic(op, layer))
         return True
-
-    def freeze(self, value: Any, reason: str) -> None:
-        for layer in self.layers(value):
-            self.labels.freeze(layer, reason)
-
-    def constant(self, value: Any) -> Tensor | None:
-        """What is in a vector of integers that the model holds or its code spells out."""
-        known = isinstance(value, Value) and value.root not in self._made and len(value.shape) == 1
-        data = value.data if known else None
-        return None if data is None or data.dtype == torch.bool else data.cpu().long()
-
-    def uniform(self, value: Any) -> bool:
-        """True for zeros, ones, noise: every channel is like every other, so any may go."""
-        return value in self._uniform
-
-    def pure(self, value: Any) -> bool:
-        """True for a parameter, moved about at most: scaling it scales what is computed with it."""
-        return bool(value.name) or value in self._weights

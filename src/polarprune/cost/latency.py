@@ -114,7 +114,7 @@ def _collect_terms(graph: Graph, axes: _Axes, modules: list[str]) -> _TermList:
     """Return the terms of all operations in the eval-mode tape; add their modules to `modules`."""
     found = _TermList()
     contractions = {item.op: item for item in graph.contractions}
-    for op in graph.tapes[0].that_matter:
+    for op in graph.tapes[0].relevant_ops:
         if not op.outs or any(value.base is not None for value in op.outs):
             continue  # a view takes no time
         if op.module not in modules:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..channels.graph import FROZEN, Graph, Plan, plan_of
-from ..tracing.tape import named_tensors
+from ..tracing.model_state import named_tensors
 from .budget import Budget
 
 _TINY = 1e-12  # the slope of a norm at zero is none

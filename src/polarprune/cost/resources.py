@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..channels.graph import Graph
 from ..channels.propagation import Contraction
-from ..tracing.tape import named_tensors
+from ..tracing.model_state import named_tensors
 
 
 class Part(Protocol):

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from ..channels.graph import Graph, Plan
 from ..errors import PruneError
 from ..surgery.apply import shrink
-from ..tracing.tape import Example, as_call, copy_model
+from ..tracing.copying import copy_model
+from ..tracing.model_state import Example, as_call
 from .budget import Budget
 from .latency import Latency, Terms
 from .timing import module_times, take_turns

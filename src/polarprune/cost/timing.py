@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..surgery.proof import count_macs
-from ..tracing.tape import Example, as_call, named_tensors, tensors_in
+from ..tracing.model_state import Example, as_call, named_tensors, tensors_in
 
 _IN_TURN = 4  # timed runs of a model before it is the next model's turn
 _HEAD_START = 100_000_000  # GPU cycles of sleep, so that the GPU never waits for Python

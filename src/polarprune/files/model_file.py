@@ -20,7 +20,8 @@ from ..rewriting.parametrizations import make_plain
 from ..surgery.apply import cut_copy
 from ..surgery.recipe import OTHER_MODEL, check_shapes
 from ..torch_internals.markers import attached_recipe, uncompiled
-from ..tracing.tape import copy_model, named_tensors
+from ..tracing.copying import copy_model
+from ..tracing.model_state import named_tensors
 from ..validation.arguments import check_path
 from .old_versions import upgrade_version_1
 from .untrusted.checksum import BLANK, is_intact, signed

@@ -13,7 +13,8 @@ from ..rewriting.forward_weights import expose
 from ..rewriting.parametrizations import is_gated, make_plain, parametrized
 from ..rewriting.weighted_norms import FixedWeights, open_encoders, unweigh, weigh, weight_of
 from ..torch_internals.markers import is_gate_part
-from ..tracing.tape import copy_model, named_tensors
+from ..tracing.copying import copy_model
+from ..tracing.model_state import named_tensors
 
 
 def fold(model: nn.Module, graph: Graph, gates: Tensor) -> None:

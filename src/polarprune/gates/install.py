@@ -21,7 +21,7 @@ from ..rewriting.weighted_norms import open_encoders, weigh
 from ..surgery.proof import difference, in_double
 from ..torch_internals.class_swaps import set_class
 from ..torch_internals.markers import gate_part
-from ..tracing.tape import Example, named_tensors
+from ..tracing.model_state import Example, named_tensors
 from .folding import plain
 from .fused import fuse_gates
 from .gate import ALPHA_START, Gate, GatedWeight, GateVector

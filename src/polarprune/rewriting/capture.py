@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from ..errors import PruneError
 from ..torch_internals.class_swaps import derive_class
 from ..torch_internals.patches import factories_replaced, fx_wrap_ignored
-from ..tracing.tape import Example, as_call, opened, untouched
+from ..tracing.model_state import Example, as_call, restored, without_fused_paths
 from .allowed_calls import FACTORIES
 from .call_matching import Args, Kwargs, form_of
 from .captured_forward import PLAIN_TYPES, CapturedForward, Refused
@@ -69,7 +69,10 @@ def capture_all(model: nn.Module, example: Example, paths: Iterable[str]) -> Cap
     calls, forms = _observed_calls(model, example, paths)
     uncalled = [path for path in paths if path not in calls]
     found = Captures(refused=dict.fromkeys(uncalled, Refused("the example does not call it")))
-    with untouched(model, False), opened(model):  # as if the first run had not taken place
+    with (
+        restored(model, False),
+        without_fused_paths(model),
+    ):  # as if the first run had not taken place
         for path, call in calls.items():
             one = (
                 Refused("the example calls it several times, with different kinds of arguments")
@@ -103,7 +106,7 @@ def _observed_calls(
     ]
     args, kwargs = as_call(example)
     try:
-        with untouched(model, False), opened(model):
+        with restored(model, False), without_fused_paths(model):
             model(*args, **kwargs)
     finally:
         for handle in handles:

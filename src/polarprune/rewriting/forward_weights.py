@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..torch_internals.markers import is_weight_exposed, mark_weight_exposed
-from ..tracing.tape import Example, copy_model
+from ..tracing.copying import copy_model
+from ..tracing.model_state import Example
 from .capture import capture_all, reason_of
 from .captured_forward import Refused, notes_of
 from .installed_forward import forward_of, with_method

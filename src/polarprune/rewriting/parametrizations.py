@@ -18,7 +18,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from ..torch_internals.class_swaps import drop_member, leave_derived_class
 from ..torch_internals.markers import is_gate_part
-from ..tracing.tape import copy_model
+from ..tracing.copying import copy_model
 
 _HOOKS = {WeightNorm: "weight_norm", SpectralNorm: "spectral_norm"}
 

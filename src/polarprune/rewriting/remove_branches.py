@@ -20,7 +20,7 @@ from torch.nn.modules import batchnorm
 
 from ..channels.graph import Graph, module_of
 from ..errors import PruneError
-from ..tracing.tape import named_tensors
+from ..tracing.model_state import named_tensors
 from .captured_forward import CapturedForward, Refused, notes_of
 from .interpreter import one_point
 from .stored_graphs import encode_graph

@@ -14,7 +14,8 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from ..channels.graph import Graph, stays
-from ..tracing.tape import Mark
+from ..tracing.recorder import Mark
+from ..tracing.source_lines import SOURCE_LINE, run_as_line
 from .call_matching import graph_arguments
 from .captured_forward import CapturedForward
 from .node_shapes import NodeShapes
@@ -34,7 +35,7 @@ def marked_forward(
 
     class MarkingInterpreter(fx.Interpreter):
         def run_node(self, n: fx.Node) -> object:
-            result = super().run_node(n)
+            result = run_as_line(n.meta.get(SOURCE_LINE), super().run_node, n)
             mark(n.name, result)
             return result
 

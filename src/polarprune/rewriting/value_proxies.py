@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import PruneError
 from ..torch_internals.patches import OneThreadTracer
+from ..tracing.source_lines import SOURCE_LINE, user_line
 from .installed_forward import is_index_vector
 from .interpreter import expect, expect_pieces
 
@@ -175,6 +176,7 @@ class ValueTracer(OneThreadTracer):
         if target in (operator.getitem, operator.setitem):
             args = (args[0], _as_list(args[1]), *args[2:])
         proxy: Any = super().create_proxy(kind, target, args, kwargs, *more, **named)
+        proxy.node.meta[SOURCE_LINE] = user_line()
         value = proxy.value = self.values[proxy.node] = self._compute(proxy.node)
         self._note_data(proxy.node, value)
         if isinstance(value, bool) and target in _COMPARISONS:

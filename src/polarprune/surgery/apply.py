@@ -19,7 +19,8 @@ from ..rewriting.installed_forward import with_forward
 from ..rewriting.stored_graphs import decode
 from ..rewriting.weighted_norms import unweigh
 from ..torch_internals.markers import attach_recipe
-from ..tracing.tape import copy_model, named_tensors
+from ..tracing.copying import copy_model
+from ..tracing.model_state import named_tensors
 from ..validation.run import check_graph, check_minimum
 from .recipe import OTHER_MODEL, Recipe, check_shapes
 from .replacement_layers import Constant, PrunedAttention, ZeroChannelSafe

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..tracing.tape import Example
+from ..tracing.model_state import Example
 
 ANOTHER_BATCH = "another batch size"
 _STEP = 32  # pixels: networks halve pictures up to five times

@@ -14,15 +14,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..errors import PruneError
 from ..rewriting.parametrizations import settle_weights
-from ..tracing.recorder import FORGOTTEN
-from ..tracing.tape import (
+from ..tracing.copying import copy_model
+from ..tracing.mac_count import MISSING_FORMULAS
+from ..tracing.model_state import (
     Example,
     as_call,
-    copy_model,
     named_tensors,
-    opened,
+    restored,
     tensors_in,
-    untouched,
+    without_fused_paths,
 )
 from .other_inputs import ANOTHER_BATCH, fresh_inputs
 
@@ -116,7 +116,7 @@ def all_digits() -> Iterator[None]:
 @contextmanager
 def _repeatable(model: nn.Module, training: bool) -> Iterator[None]:
     off = [torch.autocast(kind, enabled=False) for kind in ("cpu", "cuda")]  # the user's may be on
-    with untouched(model, training), _NoDice(), all_digits(), off[0], off[1]:
+    with restored(model, training), _NoDice(), all_digits(), off[0], off[1]:
         torch.manual_seed(0)
         settle_weights(model)
         yield
@@ -259,7 +259,7 @@ _FUSED = 1e-4  # torch's fused attention computes in another order
 def _unwatched(model: nn.Module, example: Example) -> list[Tensor] | None:
     """None if it draws random numbers."""
     args, kwargs = as_call(example)
-    with untouched(model, False), all_digits():
+    with restored(model, False), all_digits():
         settle_weights(model)
         for module in model.modules():
             if isinstance(module, nn.TransformerEncoder):  # torch puts zeros at padded places then
@@ -309,9 +309,9 @@ def count_macs(model: nn.Module, example: Example) -> int:
         parameter.requires_grad_(False)
     try:
         with (
-            untouched(model, training=False),
-            opened(model),
-            FlopCounterMode(display=False, custom_mapping=FORGOTTEN) as counter,
+            restored(model, training=False),
+            without_fused_paths(model),
+            FlopCounterMode(display=False, custom_mapping=MISSING_FORMULAS) as counter,
         ):
             model(*args, **kwargs)
     finally:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import PruneError
-from ..tracing.tape import named_tensors
+from ..tracing.model_state import named_tensors
 
 OTHER_MODEL = (
     "The recipe belongs to another model; give a fresh instance of the class and settings that "

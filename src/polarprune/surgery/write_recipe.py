@@ -12,7 +12,7 @@ from ..channels.graph import Graph, Plan, stays
 from ..rewriting.remove_branches import owner_of, removable_branches, without_branches
 from ..rewriting.resize import resized
 from ..rewriting.stored_graphs import decode, encode
-from ..tracing.tape import named_tensors
+from ..tracing.model_state import named_tensors
 from .module_sizes import SPATIAL, describe_modules, describe_norm_without_parameters
 from .recipe import Recipe, check_shapes
 

@@ -1,45 +1,63 @@
-"""Products that are not computed: a tape holds shapes, so zeros of the right shape will do.
+"""Skip expensive operations: return placeholders with the right shape instead of results.
 
-Nearly all of a run's time goes into convolutions, matrix products and attention, and nothing in a
-tape depends on what they give, unless integers are made of it or the model's code reads it (the
-recorder notices, and the run is repeated with everything computed). A stand-in answers only where
-the sizes fit and the memory is laid out plainly; else the operation itself runs, and says what is
-wrong.
+A tape holds shapes, not values, and nearly all of a run's time goes into convolutions, matrix
+products and attention. If integers are computed from placeholders, or if the model's code reads
+them, the recorder notices and the run is repeated with every operation computed.
+
+`PLACEHOLDERS` maps an operation to a function of its arguments. The function returns None where it
+is not certain of the result's shape or memory layout. Then the operation itself runs, and raises
+its own error for arguments that do not fit.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 
 _memory: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 
 def _zeros(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """One piece of memory serves all of them, as nobody looks at the values."""
+    """Return a tensor of this shape. All of them share one piece of memory: nothing reads it."""
     size, kind = math.prod(shape), (like.dtype, like.device)
     if kind not in _memory or _memory[kind].numel() < size:
         _memory[kind] = like.new_zeros(size)
     return _memory[kind][:size].view(shape)
 
 
-def release_stand_ins() -> None:
-    """Give the memory back."""
+def release_placeholders() -> None:
+    """Free the memory that all placeholders share."""
     _memory.clear()
 
 
 def _plain(*tensors: Tensor) -> bool:
-    """True for ordinary tensors of one kind, none of them empty."""
+    """Return True for non-empty ordinary float tensors of one dtype on one device."""
     first = tensors[0]
+    kind = (first.dtype, first.device)
     return first.is_floating_point() and all(
-        t.dtype == first.dtype and t.device == first.device and t.numel() > 0
-        and type(t) in (Tensor, nn.Parameter)
+        (t.dtype, t.device) == kind and t.numel() > 0 and type(t) in (Tensor, nn.Parameter)
         for t in tensors
-    )  # fmt: skip
+    )
+
+
+def _windows(
+    sizes: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> list[int]:
+    """Return how many windows of a convolution or pooling fit along each spatial axis."""
+    return [
+        (size + 2 * pad - gap * (width - 1) - 1) // step + 1
+        for size, width, step, pad, gap in zip(
+            sizes, kernel, stride, padding, dilation, strict=True
+        )
+    ]
 
 
 def _convolution(
@@ -60,15 +78,10 @@ def _convolution(
     if x.shape[1] != read * groups or made % groups or not _plain(x, weight):
         return None
     if not (x.is_contiguous() and weight.is_contiguous()):
-        return None  # channels last, perhaps
+        return None  # the result may be channels last
     if bias is not None and (bias.shape != (made,) or not _plain(x, bias)):
         return None
-    space = [
-        (size + 2 * pad - gap * (wide - 1) - 1) // step + 1
-        for size, pad, gap, wide, step in zip(
-            x.shape[2:], padding, dilation, kernel, stride, strict=True
-        )
-    ]
+    space = _windows(x.shape[2:], kernel, stride, padding, dilation)
     return _zeros(x, (x.shape[0], made, *space)) if min(space) > 0 else None
 
 
@@ -77,7 +90,7 @@ def _mm(left: Tensor, right: Tensor) -> Tensor | None:
     return _zeros(left, (rows, columns)) if inner == other and _plain(left, right) else None
 
 
-def _addmm(bias: Tensor, left: Tensor, right: Tensor, **scales: Any) -> Tensor | None:
+def _addmm(bias: Tensor, left: Tensor, right: Tensor, **scales: object) -> Tensor | None:
     fits = bias.shape == right.shape[1:] and _plain(bias, left)
     return _mm(left, right) if fits else None
 
@@ -89,7 +102,7 @@ def _bmm(left: Tensor, right: Tensor) -> Tensor | None:
 
 
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
+    query: Tensor, key: Tensor, value: Tensor, *args: object, **options: object
 ) -> tuple[Tensor, Tensor] | None:
     batch, heads, length, size = query.shape
     same = key.shape == value.shape and key.shape == (batch, heads, key.shape[2], size)
@@ -109,13 +122,13 @@ def _batch_norm(
     training: bool,
     *numbers: float,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """(Running statistics stay as they were, as they would be put back after the run.)"""
+    """Return the input as the result. Running statistics are restored after a run in any case."""
     given = [tensor for tensor in (weight, bias, mean, variance) if tensor is not None]
     sizes = x.shape[1:2]
     if not (_plain(x, *given) and x.is_contiguous() and all(t.shape == sizes for t in given)):
         return None
     sizes = sizes if training else torch.Size((0,))
-    return x.detach(), x.new_zeros(sizes), x.new_zeros(sizes)  # its values will do as well
+    return x.detach(), x.new_zeros(sizes), x.new_zeros(sizes)
 
 
 def _max_pool(
@@ -129,10 +142,7 @@ def _max_pool(
     every = [list(p) * (2 // len(p)) for p in (size, stride or size, padding, dilation)]
     if ceil_mode or x.dim() != 4 or not (_plain(x) and x.is_contiguous()):
         return None
-    space = [
-        (wide + 2 * pad - gap * (kernel - 1) - 1) // step + 1
-        for wide, kernel, step, pad, gap in zip(x.shape[2:], *every, strict=True)
-    ]
+    space = _windows(x.shape[2:], *every)
     if min(space) <= 0 or any(2 * pad > kernel for kernel, _, pad, _ in zip(*every, strict=True)):
         return None
     out = _zeros(x, (*x.shape[:2], *space))
@@ -149,15 +159,15 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor | None:
     return _zeros(first, (*first.shape[:dim], wide, *first.shape[dim + 1 :]))
 
 
-def _in_place(x: Tensor, *others: Tensor, **scales: Any) -> Tensor | None:
-    """Other values in the same place."""
+def _in_place(x: Tensor, *others: Tensor, **scales: object) -> Tensor | None:
+    """Return the target as it is: its shape does not change."""
     if not all(isinstance(other, Tensor) and other.shape == x.shape for other in others):
         return None
     return x if _plain(x, *others) else None
 
 
 _aten = torch.ops.aten
-STAND_INS: dict[Any, Callable[..., Any]] = {
+PLACEHOLDERS: dict[OpOverload, Callable[..., Tensor | tuple[Tensor, ...] | None]] = {
     _aten.convolution.default: _convolution,
     _aten.mm.default: _mm,
     _aten.addmm.default: _addmm,

@@ -1,9 +1,9 @@
-"""Sizes that remember which axis they were read from.
+"""Integers that remember which size they were read from.
 
-While a model is recorded, `x.shape[1]`, `x.size(1)`, `x.numel()` and the whole numbers that modules
-hold (`self.conv.out_channels`) are instances of `WatchedInt`. Arithmetic with them is remembered as
-an expression, and a comparison is written into a `SizeLog`. So code that takes another way when a
-width changes is found by looking at the code's own expressions, not by the luck of a trial cut.
+While a model is recorded, `x.shape[1]`, `x.size(1)`, `x.numel()` and the integers that modules hold
+(`self.conv.out_channels`) are instances of `WatchedInt`. Arithmetic on them builds an expression,
+and a comparison is written into a `SizeLog`. This finds code that takes another branch for another
+width from the code's own expressions; a trial cut would find it only by chance.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .source_lines import line_of
+
 if TYPE_CHECKING:
     from .tape import Value
 
-_DEEPEST = 200  # operations in a row; after as many a number is taken as it is
-_OTHERS = ("torch", "polarprune", "einops")  # their code checks sizes, and computes the same
+_DEEPEST = 200  # nested operations; beyond this depth a number is no longer watched
+# These packages compare sizes in checks only: they compute the same for any width.
+_OTHER_PACKAGES = ("torch", "polarprune", "einops")
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,13 @@ class SizeOf:
 
     @property
     def number(self) -> int:
+        """The size in the recorded run."""
         return self.value.shape[self.axis]
 
 
 @dataclass(frozen=True)
 class AttributeOf:
-    """A whole number that a module holds."""
+    """An integer attribute of a module."""
 
     module: str
     name: str
@@ -50,17 +54,18 @@ Leaf = SizeOf | AttributeOf
 class Expression:
     """How a number was computed from sizes."""
 
-    function: Callable[..., Any] | None  # None: it is the leaf itself, or a constant
-    inputs: tuple[Any, ...]
+    function: Callable[..., Any] | None  # None for a leaf or a constant
+    inputs: tuple[Any, ...]  # expressions; or the leaf or the constant
     leaves: frozenset[Leaf] = frozenset()
     depth: int = 0
 
     @staticmethod
-    def constant(number: Any) -> Expression:
+    def constant(number: object) -> Expression:
+        """Return the expression of a plain number."""
         return Expression(None, (number,))
 
     def value(self, read: Callable[[Leaf], int]) -> Any:
-        """Its value if the leaves had other numbers; None if it has none."""
+        """Return the value for other sizes of the leaves, or None if it cannot be computed."""
         try:
             return self._value(read, {})
         except (ArithmeticError, ValueError, TypeError):
@@ -77,7 +82,7 @@ class Expression:
 
 
 class Decision(NamedTuple):
-    """Two numbers that code compared, of which one at least was computed from sizes."""
+    """A comparison of two numbers, at least one of which was computed from sizes."""
 
     module: str
     line: str
@@ -86,10 +91,12 @@ class Decision(NamedTuple):
 
     @property
     def where(self) -> str:
+        """The module and the source line, for messages."""
         return f"{self.module or 'model'} ({self.line})"
 
     @property
     def leaves(self) -> frozenset[Leaf]:
+        """The sizes that the comparison depends on."""
         return self.left.leaves | self.right.leaves
 
 
@@ -97,52 +104,53 @@ class Decision(NamedTuple):
 class SizeLog:
     """What the model's code did with sizes in one run."""
 
-    module: Callable[[], str] = lambda: ""  # the one that runs now
-    decisions: dict[Any, Decision] = field(default_factory=dict)
-    rounded: dict[Any, Expression] = field(
-        default_factory=dict
-    )  # different sizes may give the same
+    module: Callable[[], str] = lambda: ""  # returns the path of the module that runs now
+    decisions: dict[tuple[object, ...], Decision] = field(default_factory=dict)
+    # Numbers that were rounded, or are no longer watched: different sizes may give the same result.
+    rounded: dict[tuple[object, ...], Expression] = field(default_factory=dict)
     active: bool = True
 
     def compared(self, left: Expression, right: Expression, line: str | None = None) -> None:
-        """Note a comparison in the user's code, at this line or at the one that is running."""
-        line = line or user_line()
+        """Note a comparison in the user's code, at `line` or at the line that runs now."""
+        line = line or _calling_line()
         if self.active and line is not None:
             found = Decision(self.module(), line, left, right)
             self.decisions.setdefault((found.module, line, left.leaves, right.leaves), found)
 
     def lost(self, one: Expression) -> None:
-        """A number that is not followed from here on."""
-        line = user_line() if self.active else None
+        """Note a number that is not watched from here on."""
+        line = _calling_line() if self.active else None
         if line is not None:
             self.rounded.setdefault((self.module(), line, one.leaves), one)
 
 
-def user_line() -> str | None:
-    """file:line of the innermost frame; None if that is no code of the user's."""
+def _calling_line() -> str | None:
+    """Return file:line of the code that uses the number, or None if it is not the user's code."""
     frame = sys._getframe(1)
     while frame.f_globals.get("__name__") == __name__ and frame.f_back is not None:
         frame = frame.f_back
-    if frame.f_globals.get("__name__", "").partition(".")[0] in _OTHERS:
+    if frame.f_globals.get("__name__", "").partition(".")[0] in _OTHER_PACKAGES:
         return None
-    return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+    return line_of(frame)
 
 
 def watched_size(value: Value, axis: int, log: SizeLog) -> WatchedInt:
+    """Return the size of a tensor along an axis, as a watched integer."""
     return _leaf(SizeOf(value, axis), log)
 
 
 def watched_sizes(value: Value, log: SizeLog) -> list[WatchedInt]:
+    """Return the shape of a tensor, as watched integers."""
     return [watched_size(value, axis, log) for axis in range(len(value.shape))]
 
 
 def watched_count(value: Value, log: SizeLog) -> int:
-    """The number of elements."""
+    """Return the number of elements of a tensor, as a watched integer."""
     return math.prod(watched_sizes(value, log))
 
 
-def watch_attributes(modules: Iterable[tuple[str, Any]], log: SizeLog) -> None:
-    """Put watched numbers in place of the whole numbers that modules hold."""
+def watch_attributes(modules: Iterable[tuple[str, object]], log: SizeLog) -> None:
+    """Replace the integer attributes of modules with watched integers."""
     for path, module in modules:
         held = vars(module)
         for name, number in list(held.items()):
@@ -160,52 +168,53 @@ def _leaf(leaf: Leaf, log: SizeLog) -> WatchedInt:
 
 
 class _Watched:
-    """What whole and other numbers have in common."""
+    """What watched integers and floats have in common. A copy is a plain number."""
 
     source: Expression
     log: SizeLog
 
-    def __reduce__(self) -> Any:
-        return _plain_type(self), (plain(self),)
+    def __reduce__(self) -> tuple[type[int] | type[float], tuple[int | float]]:
+        return int if isinstance(self, int) else float, (plain(self),)
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo: object) -> object:
         return plain(self)
 
-    def __copy__(self) -> Any:
+    def __copy__(self) -> object:
         return plain(self)
 
 
 class WatchedInt(_Watched, int):
-    """A whole number that was read from a size, or computed from one."""
+    """An integer that was read from a size, or computed from one."""
 
 
 class WatchedFloat(_Watched, float):
-    """The same for other numbers."""
-
-
-def _plain_type(number: Any) -> Any:
-    return int if isinstance(number, int) else float
+    """A float that was computed from a size."""
 
 
 def plain(number: Any) -> Any:
-    """Without what is remembered. (`int(number)` would be noticed.)"""
+    """Return the number as an int or float. (`int(number)` would be logged.)"""
     if isinstance(number, WatchedInt):
         return int.__int__(number)
     return float.__float__(number) if isinstance(number, WatchedFloat) else number
 
 
-def _expression(number: Any) -> Expression:
+def _expression(number: object) -> Expression:
     return number.source if isinstance(number, _Watched) else Expression.constant(number)
 
 
-def _computed(function: Any, log: SizeLog, *given: Any) -> Any:
+def _computed(function: Callable[..., object], log: SizeLog, *given: object) -> object:
+    """Apply a function to numbers, and return a watched number if the result is one."""
     result = function(*map(plain, given))
     inputs = tuple(map(_expression, given))
     depth = 1 + max(one.depth for one in inputs)
-    kind = {int: WatchedInt, float: WatchedFloat}.get(type(result))
-    if kind is None or not log.active or depth > _DEEPEST:
+    if not log.active or depth > _DEEPEST:
         return result
-    found = kind(result)
+    if type(result) is int:
+        found: WatchedInt | WatchedFloat = WatchedInt(result)
+    elif type(result) is float:
+        found = WatchedFloat(result)
+    else:
+        return result
     leaves = frozenset[Leaf]().union(*(one.leaves for one in inputs))
     found.source, found.log = Expression(function, inputs, leaves, depth), log
     if function in _ROUNDING:
@@ -213,24 +222,32 @@ def _computed(function: Any, log: SizeLog, *given: Any) -> Any:
     return found
 
 
-_BINARY = {
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "truediv": operator.truediv,
-    "floordiv": operator.floordiv, "mod": operator.mod, "pow": operator.pow,
-    "lshift": operator.lshift, "rshift": operator.rshift, "and": operator.and_,
-    "or": operator.or_, "xor": operator.xor,
-}  # fmt: skip
-_UNARY: dict[str, Any] = {
-    "neg": operator.neg, "abs": abs, "pos": operator.pos, "invert": operator.invert,
-    "floor": math.floor, "ceil": math.ceil, "trunc": math.trunc, "round": round,
-}  # fmt: skip
-_ROUNDING = {operator.floordiv, operator.mod, operator.rshift, operator.and_, operator.or_,
-             operator.xor, math.floor, math.ceil, math.trunc, round}  # fmt: skip
-_COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
-_LOSSES = ("int", "float", "str", "repr", "format", "hash")
+# --- the methods of watched numbers ---------------------------------------------------------------
+
+Method = Callable[..., object]
+_BINARY: dict[str, Method] = {
+    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "floordiv")},
+    **{name: getattr(operator, name) for name in ("mod", "pow", "lshift", "rshift", "xor")},
+    "and": operator.and_,
+    "or": operator.or_,
+}
+_UNARY: dict[str, Method] = {
+    **{name: getattr(operator, name) for name in ("neg", "abs", "pos", "invert")},
+    **{name: getattr(math, name) for name in ("floor", "ceil", "trunc")},
+    "round": round,
+}
+_ROUNDING: set[Method] = {
+    *(_BINARY[name] for name in ("floordiv", "mod", "rshift", "and", "or", "xor")),
+    *(_UNARY[name] for name in ("floor", "ceil", "trunc", "round")),
+}
+_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
+}
+_CONVERSIONS = ("int", "float", "str", "repr", "format", "hash")  # the result is not watched
 
 
-def _binary(function: Any, reflected: bool) -> Any:
-    def method(self: Any, other: Any, *more: Any) -> Any:
+def _binary(function: Method, reflected: bool) -> Method:
+    def method(self: _Watched, other: object, *more: object) -> object:
         if more or not isinstance(other, (int, float)):
             return NotImplemented
         return _computed(function, self.log, *((other, self) if reflected else (self, other)))
@@ -238,15 +255,15 @@ def _binary(function: Any, reflected: bool) -> Any:
     return method
 
 
-def _unary(function: Any) -> Any:
-    def method(self: Any, *digits: Any) -> Any:
+def _unary(function: Method) -> Method:
+    def method(self: _Watched, *digits: object) -> object:
         return _computed(function, self.log, self, *digits)
 
     return method
 
 
-def _comparison(function: Any) -> Any:
-    def method(self: Any, other: Any) -> Any:
+def _comparison(function: Callable[[Any, Any], bool]) -> Method:
+    def method(self: _Watched, other: object) -> object:
         if not isinstance(other, (int, float)):
             return NotImplemented
         self.log.compared(self.source, _expression(other))
@@ -255,20 +272,21 @@ def _comparison(function: Any) -> Any:
     return method
 
 
-def _loss(name: str) -> Any:
-    def method(self: Any, *given: Any) -> Any:
+def _conversion(name: str) -> Method:
+    def method(self: _Watched, *given: object) -> object:
         self.log.lost(self.source)
         return getattr(plain(self), f"__{name}__")(*given)
 
     return method
 
 
-def _truth(self: Any) -> bool:
+def _truth(self: _Watched) -> bool:
     self.log.compared(self.source, _expression(0))
     return bool(plain(self))
 
 
-def _equip(kind: Any) -> None:
+def _add_methods(kind: type[_Watched]) -> None:
+    """Let arithmetic, comparisons and conversions of a watched type go through the log."""
     for name, function in _BINARY.items():
         if hasattr(kind, f"__{name}__"):
             setattr(kind, f"__{name}__", _binary(function, reflected=False))
@@ -278,10 +296,10 @@ def _equip(kind: Any) -> None:
             setattr(kind, f"__{name}__", _unary(function))
     for name, compare in _COMPARISONS.items():
         setattr(kind, f"__{name}__", _comparison(compare))
-    for name in _LOSSES:
-        setattr(kind, f"__{name}__", _loss(name))
-    kind.__bool__ = _truth
+    for name in _CONVERSIONS:
+        setattr(kind, f"__{name}__", _conversion(name))
+    setattr(kind, "__bool__", _truth)  # noqa: B010
 
 
-_equip(WatchedInt)
-_equip(WatchedFloat)
+_add_methods(WatchedInt)
+_add_methods(WatchedFloat)

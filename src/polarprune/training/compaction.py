@@ -19,7 +19,8 @@ from ..channels.graph import Graph
 from ..errors import PruneError
 from ..gates.gate import Gate
 from ..surgery.proof import prove_cut
-from ..tracing.tape import Example, clear_slots, copy_model, emptied, empty_slots
+from ..tracing.copying import copy_model
+from ..tracing.model_state import Example, clear_slots, empty_slots, slots_cleared
 from ..validation.optimizers import checked_copies
 from ..validation.run import check_unchanged
 from .rebuild import (
@@ -73,7 +74,7 @@ class Compaction:
         """
         if self._original is not None:
             return self._original
-        with emptied(self.slots):  # what the last batch left there cannot be copied
+        with slots_cleared(self.slots):  # what the last batch left there cannot be copied
             return skeleton(ungated(self.model, self.graph) if small is None else small)
 
     def rebuild(self, alive: Tensor) -> Rebuild:
@@ -142,7 +143,7 @@ class Compaction:
             rebuild.gated(trial, gates_in(trial, self.model, self.gates))
             return trial
 
-        with emptied(self.slots):
+        with slots_cleared(self.slots):
             prove_cut(self.model, compacted(self.model), example, compacted, _TOLERANCE)
 
     def apply(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..analysis.trace import changed
 from ..channels.graph import Graph, plan_of
 from ..surgery.proof import check_macs, prove_cut
-from ..tracing.tape import Example, emptied
+from ..tracing.model_state import Example, slots_cleared
 from ..validation.run import check_minimum
 from .compaction import Compaction
 from .rebuild import Rebuild, ungated
@@ -51,7 +51,7 @@ class Exporter:
         self, small: nn.Module, alive: Tensor, example: Example, macs: int
     ) -> dict[str, float]:
         """Compare a cut model with the gated one; return the largest differences."""
-        with emptied(self.compaction.slots):
+        with slots_cleared(self.compaction.slots):
             found = prove_cut(
                 self.compaction.model,
                 small,

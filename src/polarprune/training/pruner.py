@@ -21,7 +21,7 @@ from ..errors import PruneError
 from ..report.report import Report
 from ..surgery.apply import warn_of_hooks
 from ..surgery.proof import own_copy
-from ..tracing.tape import Example, emptied
+from ..tracing.model_state import Example, slots_cleared
 from ..validation.arguments import check_schedule, check_settings
 from ..validation.optimizers import check_gates, check_known, check_optimizers, check_rates
 from ..validation.pruner_state import check_state
@@ -340,7 +340,7 @@ class Pruner(PruningRun):
         check_done(self.limits, share, self.step_count, self.steps, deadline)
         warn_of_hooks(self.model)
         alive, example = self._alive(), self._here()
-        with emptied(self._compaction.slots):
+        with slots_cleared(self._compaction.slots):
             small = self._exporter.cut(self.model, alive, example)
         if verify:
             self.proof = self._exporter.proved(small, alive, example, self.cost()["macs"])

@@ -27,7 +27,8 @@ from ..surgery.recipe import Recipe
 from ..surgery.write_recipe import write_recipe
 from ..torch_internals.class_swaps import set_class
 from ..torch_internals.markers import attach_recipe, is_gate_part
-from ..tracing.tape import copy_model, named_tensors
+from ..tracing.copying import copy_model
+from ..tracing.model_state import named_tensors
 
 
 def ungated(model: nn.Module, graph: Graph) -> nn.Module:

@@ -23,7 +23,7 @@ from ..errors import PruneError
 from ..gates.gate import Gate
 from ..gates.install import install
 from ..surgery.proof import example_for
-from ..tracing.tape import Example
+from ..tracing.model_state import Example
 from ..validation.optimizers import check_optimizers
 from ..validation.run import check_finite, check_prunable
 from .compaction import Compaction

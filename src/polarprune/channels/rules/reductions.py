@@ -1,4 +1,4 @@
-"""Rules for operations that mix elements: reductions, windows and norms."""
+"""Rules for operations that compute one element from several: reductions, windows and norms."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from collections.abc import Callable
 from torch import Tensor
 
 from ...tracing.tape import Op, Value
-from ..labels import along, support
+from ..labels import along, support, with_leading_axes
 from ..propagation import AtLeast, Flow
+from ..reasons import because, mixes
+
+_WEIGHABLE = ("mean", "sum", "var", "var_mean", "linalg_vector_norm")
 
 # --- reductions and windows -----------------------------------------------------------------------
 
 
 def reduction(flow: Flow, op: Op) -> None:
-    """Over axes along which labels do not vary: they stay. Over whole rows: the row is the unit."""
+    """mean, sum, amax, softmax, …: labels along the axes that are not reduced pass."""
     source = op.args[0]
-    axes = _axes_of(op, source)
-    kept = _left(flow, op, source, lambda axis: axis not in axes)
+    axes = _reduced_axes(op, source)
+    kept = _passing(flow, op, source, lambda axis: axis not in axes)
     for out in op.outs:
         if len(out.shape) == len(source.shape):
             flow.set(out, kept)
@@ -27,18 +30,17 @@ def reduction(flow: Flow, op: Op) -> None:
             flow.set(out, [layer.reshape([layer.shape[axis] for axis in rest]) for layer in kept])
 
 
-def _left(flow: Flow, op: Op, source: Value, untouched: Callable[[int], bool]) -> list[Tensor]:
-    """The layers as they vary along axes that the operation does not run over."""
+def _passing(flow: Flow, op: Op, source: Value, passes: Callable[[int], bool]) -> list[Tensor]:
+    """Return the layers as they vary along axes that pass, and freeze channels that are mixed.
+
+    If a layer varies along reduced axes and others, it is joined along the reduced ones: entire
+    rows can still be removed.
+    """
     kept = []
     for layer in flow.layers(source):
-        rest = tuple(axis for axis in support(layer) if untouched(axis))
-        if not rest and op.name in _WEIGHABLE and flow.weigh(op, layer):
-            if "var" in op.name and _unbiased(op):  # there is none of one channel
-                why = f"{op.name} over channels in {op.where}"
-                flow.at_least.append(AtLeast(layer, support(layer)[0], 2, why))
-            continue
+        rest = tuple(axis for axis in support(layer) if passes(axis))
         if not rest:
-            flow.labels.freeze(layer, f"{op.name} mixes channels in {op.where}")
+            _weight_or_freeze(flow, op, layer)
             continue
         if len(rest) < len(support(layer)):
             layer = flow.labels.flatten_onto(layer, rest)
@@ -46,17 +48,24 @@ def _left(flow: Flow, op: Op, source: Value, untouched: Callable[[int], bool]) -
     return kept
 
 
-def _unbiased(op: Op) -> bool:
+def _weight_or_freeze(flow: Flow, op: Op, layer: Tensor) -> None:
+    """Let gates weight a mean over channels, or freeze the channels."""
+    if op.name not in _WEIGHABLE or not flow.weight_mean(op, layer):
+        flow.labels.freeze(layer, mixes(op))
+    elif "var" in op.name and _is_unbiased(op):  # undefined for a single channel
+        why = f"{op.name} over channels in {op.where}"
+        flow.at_least.append(AtLeast(layer, support(layer)[0], 2, why))
+
+
+def _is_unbiased(op: Op) -> bool:
     names = [argument.name for argument in op.func._schema.arguments]
     given = {**dict(zip(names, op.args, strict=False)), **op.kwargs}
     correction = given.get("correction", given.get("unbiased"))
     return correction is None or correction != 0
 
 
-_WEIGHABLE = ("mean", "sum", "var", "var_mean", "linalg_vector_norm")
-
-
-def _axes_of(op: Op, source: Value) -> set[int]:
+def _reduced_axes(op: Op, source: Value) -> set[int]:
+    """Return the axes that are reduced: those of the argument `dim`, or all."""
     for position, argument in enumerate(op.func._schema.arguments):
         if argument.name in ("dim", "dims"):
             given = op.kwargs.get(argument.name, argument.default_value)
@@ -69,30 +78,31 @@ def _axes_of(op: Op, source: Value) -> set[int]:
 
 
 def window(flow: Flow, op: Op) -> None:
-    """Pooling, interpolation, reflection: works on each channel of (batch, channel, space...)."""
+    """Pooling, interpolation, reflection padding: every channel is treated separately."""
     source = op.args[0]
-    space = _space(op)
-    kept = _left(flow, op, source, lambda axis: axis < len(source.shape) - space)
+    space = _spatial_axes(op)
+    kept = _passing(flow, op, source, lambda axis: axis < len(source.shape) - space)
     for out in op.outs:
         flow.set(out, kept)
 
 
 def unpool(flow: Flow, op: Op) -> None:
-    """Every channel back to the places it came from."""
-    source, places = (flow.on(value, len(value.shape) - 1 - _space(op)) for value in op.args[:2])
-    if source is not None and places is not None:
-        flow.labels.join(source, places)
+    """max_unpool: join the channels of the input with those of the indices."""
+    axes = [len(value.shape) - 1 - _spatial_axes(op) for value in op.args[:2]]
+    source, positions = (flow.on(value, axis) for value, axis in zip(op.args, axes, strict=False))
+    if source is not None and positions is not None:
+        flow.labels.join(source, positions)
     window(flow, op)
 
 
 def patches(flow: Flow, op: Op) -> None:
-    """im2col and back: beside every channel stand its neighbours, as many as the kernel has."""
+    """im2col, col2im: a channel takes as many places along the axis as the kernel has elements."""
     source, out = op.args[0], op.outs[0]
     sizes = op.args[1] if op.name == "im2col" else op.args[2]
     axis = len(source.shape) - (3 if op.name == "im2col" else 2)
     for layer in flow.layers(source):
         if axis not in support(layer):
-            flow.labels.freeze(layer, f"{op.name} mixes channels in {op.where}")
+            flow.labels.freeze(layer, mixes(op))
     channels = flow.on(source, axis)
     if channels is None:
         return flow.set(out, [])
@@ -105,13 +115,13 @@ def patches(flow: Flow, op: Op) -> None:
     flow.set(out, [along(channels, axis, len(out.shape))])
 
 
-def _space(op: Op) -> int:
-    name = op.name
-    return next(k for k in (1, 2, 3) if f"{k}d" in name)
+def _spatial_axes(op: Op) -> int:
+    """Return the number of spatial axes, from a name such as `avg_pool2d`."""
+    return next(k for k in (1, 2, 3) if f"{k}d" in op.name)
 
 
 def glu(flow: Flow, op: Op) -> None:
-    """The first half gated by the second."""
+    """glu: join the first half of the channels with the second, which gates it."""
     source, out = op.args[0], op.outs[0]
     axis = source.axis(op.args[1] if len(op.args) > 1 else -1)
     kept = []
@@ -128,19 +138,20 @@ def glu(flow: Flow, op: Op) -> None:
 
 
 def channel_norm(flow: Flow, op: Op) -> None:
-    """Batch norm and its relatives: every channel by itself, but all that it has together."""
+    """Batch norm: join the channels with the weight, the bias and the running statistics."""
     source = op.args[0]
-    if next((arg for arg in op.args if isinstance(arg, bool)), False):  # with batch statistics
+    if next((arg for arg in op.args if isinstance(arg, bool)), False):  # uses batch statistics
         for layer in flow.layers(source):
             if 1 not in support(layer):
-                flow.labels.freeze(layer, f"{op.name} mixes channels in {op.where}")
+                flow.labels.freeze(layer, mixes(op))
     channels = flow.on(source, 1)
     for value in op.args[1:5]:
         vector = flow.on(value, 0) if isinstance(value, Value) else None
         if vector is not None and channels is not None:
             flow.labels.join(vector, channels)
         elif vector is not None:
-            flow.labels.freeze(vector, f"normalises channels of unknown origin in {op.where}")
+            fact = f"{op.name} normalises channels of unknown origin"
+            flow.labels.freeze(vector, because(op, fact, detail=flow.describe(source)))
     for out in op.outs:
         if len(out.shape) == len(source.shape):
             flow.set(out, flow.layers(source))
@@ -149,7 +160,7 @@ def channel_norm(flow: Flow, op: Op) -> None:
 
 
 def group_norm(flow: Flow, op: Op) -> None:
-    """Statistics are shared by the channels of a norm group: these go together."""
+    """Group norm: join the channels of each norm group, which share statistics."""
     source, groups = op.args[0], op.args[6]
     channels = flow.on(source, 1)
     if channels is not None:
@@ -160,33 +171,32 @@ def group_norm(flow: Flow, op: Op) -> None:
         rows = channels.reshape(groups, -1)
         if groups > 1:
             flow.labels.join(rows, rows[:, :1])
-        elif not flow.weigh(op, along(channels, 1, len(source.shape))):
-            flow.labels.freeze(channels, f"group norm over all channels in {op.where}")
+        elif not flow.weight_mean(op, along(channels, 1, len(source.shape))):
+            flow.labels.freeze(channels, because(op, "group norm over all channels"))
     flow.set(op.outs[0], flow.layers(source))
 
 
 def layer_norm(flow: Flow, op: Op) -> None:
+    """Layer and RMS norm: let gates weight the mean over channels, or freeze the channels."""
     source = op.args[0]
     dim = len(source.shape)
-    normed = set(range(dim - len(op.args[1]), dim))
+    normalized = set(range(dim - len(op.args[1]), dim))
     layers, mixed = list[Tensor](), list[Tensor]()
     for layer in flow.layers(source):
-        rest = tuple(axis for axis in support(layer) if axis not in normed)
-        if set(support(layer)) & normed and rest:  # within a head: whole heads go
+        rest = tuple(axis for axis in support(layer) if axis not in normalized)
+        if set(support(layer)) & normalized and rest:  # within a head: entire heads are removed
             layer = flow.labels.flatten_onto(layer, rest)
-        elif set(support(layer)) & normed:
+        elif set(support(layer)) & normalized:
             mixed.append(layer)
         layers.append(layer)
     scales = [
-        layer.reshape((1,) * (dim - layer.dim()) + tuple(layer.shape))
-        for value in op.args[2:4]
-        for layer in flow.layers(value)
+        with_leading_axes(layer, dim) for value in op.args[2:4] for layer in flow.layers(value)
     ]
-    if len(mixed) == 1 and flow.weigh(op, mixed[0]):
-        for layer in scales:  # along the other axes that are normalised they stay
+    if len(mixed) == 1 and flow.weight_mean(op, mixed[0]):
+        for layer in scales:
             if support(layer) == support(mixed[0]):
                 flow.labels.join(layer, mixed[0])
     else:
         for layer in (*scales, *mixed):
-            flow.labels.freeze(layer, f"layer norm mixes channels in {op.where}")
+            flow.labels.freeze(layer, because(op, "layer norm mixes channels"))
     flow.set(op.outs[0], layers)

@@ -1,48 +1,41 @@
-"""Which operation follows which rule. One without a rule freezes what it touches.
+"""The table from operation to rule. An operation without a rule freezes the channels it touches.
 
-Nothing is ever cut on a guess: unknown operations are listed, with the place where they occur.
+Channels are never cut on a guess: operations without a rule are listed in `graph.unknown`, with the
+module and source line where they occur.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Final
 
 import torch
 
 from ...tracing.tape import Op
 from ..labels import support
 from ..propagation import Flow, Rule
-from .contractions import attention, convolution, matmul, matvec
+from ..reasons import unknown_operation
+from .contractions import convolution, matmul, matvec
+from .elementwise import create, create_like, fill, pointwise, write
+from .indexing import embedding, gather, index, index_add, index_put, index_select, scatter_add
 from .movement import (
-    add_rows,
     cat,
-    create,
-    create_like,
     cut,
-    embedding,
     expand,
-    fill,
-    gather,
     movement,
     pad,
-    pick,
-    pick_along,
-    pointwise,
-    put,
     restride,
     roll,
     same,
-    scatter_add,
     select,
     shuffle,
-    slide,
     split,
     squeeze,
     stack,
+    unfold,
     view,
-    write,
 )
+from .products import attention
 from .reductions import (
     channel_norm,
     glu,
@@ -55,10 +48,11 @@ from .reductions import (
 )
 
 aten = torch.ops.aten
+_PER_CHANNEL = ("torchvision::roi_align", "torchvision::roi_pool")  # of (images, boxes, ...)
 
 
 def by_tag(flow: Flow, op: Op) -> None:
-    """Point-wise by torch's own tag, harmless without labels, else frozen with the reason."""
+    """Choose a rule by torch's own tags; without a tag, freeze the channels of all inputs."""
     if torch.Tag.pointwise in op.func.tags:
         return pointwise(flow, op)
     if torch.Tag.reduction in op.func.tags:
@@ -67,15 +61,13 @@ def by_tag(flow: Flow, op: Op) -> None:
         return flow.set(op.outs[0], [x for x in flow.layers(op.args[0]) if support(x) == (1,)])
     labelled = [value for value in op.inputs() if flow.layers(value)]
     for value in labelled:
-        flow.freeze(value, f"channels cannot be followed through {op.func} in {op.where}")
+        flow.freeze(value, unknown_operation(op))
     if labelled and flow.labels.binding:
         flow.unknown.setdefault(str(op.func), op.where)
 
 
-_PER_CHANNEL = ("torchvision::roi_align", "torchvision::roi_pool")  # (images, boxes, ...)
-
-
-def _table() -> dict[Any, Rule]:
+def _table() -> dict[object, Rule]:
+    """Return the table, by overload packet. Operations that this torch lacks are left out."""
     kinds: dict[Rule, str] = {
         pointwise: "_prelu_kernel native_dropout where hardswish hardswish_ hardtanh hardtanh_ "
         "leaky_relu leaky_relu_ elu elu_ relu relu_ silu silu_ gelu mish mish_ hardsigmoid "
@@ -92,19 +84,19 @@ def _table() -> dict[Any, Rule]:
         cut: "slice split_with_sizes",
         select: "select",
         roll: "roll",
-        slide: "unfold",
+        unfold: "unfold",
         restride: "as_strided as_strided_",
         shuffle: "channel_shuffle native_channel_shuffle",
         split: "split unsafe_split",
         cat: "cat",
         stack: "stack",
         pad: "constant_pad_nd",
-        pick: "index",
+        index: "index",
         gather: "gather",
         scatter_add: "scatter_add scatter_add_",
-        put: "index_put index_put_ _index_put_impl_",
-        add_rows: "index_add index_add_",
-        pick_along: "index_select",
+        index_put: "index_put index_put_ _index_put_impl_",
+        index_add: "index_add index_add_",
+        index_select: "index_select",
         embedding: "embedding _embedding_bag _embedding_bag_forward_only",
         create: "zeros ones full empty rand randn new_zeros new_ones new_full new_empty "
         "scalar_tensor",
@@ -137,7 +129,7 @@ def _table() -> dict[Any, Rule]:
         "_scaled_dot_product_cudnn_attention "
         "_scaled_dot_product_fused_attention_overrideable",
     }
-    table: dict[Any, Rule] = {}
+    table: dict[object, Rule] = {}
     for rule, names in kinds.items():
         for name in names.split():
             if hasattr(aten, name):
@@ -148,4 +140,4 @@ def _table() -> dict[Any, Rule]:
     return table
 
 
-RULES: Mapping[Any, Rule] = _table()
+RULES: Final[Mapping[object, Rule]] = _table()

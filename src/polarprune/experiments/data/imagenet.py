@@ -52,7 +52,7 @@ class ImageNet(Task):
         return replace(self, device=torch.device(device))
 
     def held_out(self, count: int) -> ImageNet:
-        """Return a task that scores on training photos, cropped at the centre as test photos are."""
+        """Return a task that scores on training photos, with centre crops as for test photos."""
         order = held_out_order(_count(self.train))
         root = Path(cast(PhotoFolder, self.train).root)
         centred = _open_folder(root, augment=False)

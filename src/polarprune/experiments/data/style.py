@@ -2,7 +2,7 @@
 
 `style:DIR` names a folder with `style.jpg`, photos in `train/` and `val/`, and
 `features.safetensors`: the weights of a trained VGG-16, with or without batch norms, named as in
-torchvision. Its features measure how far an image is from the content of a photo and from the style.
+torchvision. Its features measure how far an image is from a photo's content and from the style.
 """
 
 from __future__ import annotations

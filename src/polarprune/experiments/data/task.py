@@ -1,7 +1,7 @@
 """`Task` and `Stream`: all that an experiment knows about its data.
 
-A `Task` holds the training and the test examples and scores a model. Its `Stream` makes the training
-batches and computes the loss.
+A `Task` holds the training and the test examples and scores a model. Its `Stream` makes the
+training batches and computes the loss.
 """
 
 from __future__ import annotations

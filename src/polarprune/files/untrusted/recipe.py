@@ -12,7 +12,7 @@ from torch.nn.modules.conv import _ConvNd
 from ...rewriting.parametrizations import parametrized
 from ...surgery.module_sizes import SPATIAL, describe_modules
 from ...surgery.recipe import Recipe
-from ...tracing.tape import named_tensors
+from ...tracing.model_state import named_tensors
 from .require import require
 
 Modules = Mapping[str, nn.Module]

@@ -1,0 +1,210 @@
+"""Run a model and put everything back: modes, buffers, attributes and random states."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ..torch_internals.patches import fused_kernels_off
+
+Example = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
+Slot = tuple[nn.Module, str]  # a module and the name of an attribute or buffer
+
+
+# --- inputs and outputs ---------------------------------------------------------------------------
+
+
+def as_call(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and keyword arguments with which the model is called."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    if isinstance(example, (tuple, list)):
+        return tuple(example), {}
+    return (example,), {}
+
+
+def tensors_in(out: object) -> list[Tensor]:
+    """Return all tensors in an output: in containers, and in the fields of plain objects."""
+    found: list[Tensor] = []
+    seen: set[int] = set()
+    waiting = [out]
+    while waiting:
+        for leaf in tree_leaves(waiting.pop(0)):
+            if isinstance(leaf, Tensor):
+                found.append(leaf)
+            elif id(leaf) not in seen and not isinstance(leaf, nn.Module):
+                seen.add(id(leaf))
+                waiting.append(_contents(leaf))
+    return found
+
+
+def _contents(leaf: object) -> list[object]:
+    """Return what an object holds that torch's pytree does not treat as a container."""
+    if isinstance(leaf, (str, bytes)) or callable(leaf):
+        return list(leaf.values()) if isinstance(leaf, Mapping) else []
+    held = list(getattr(leaf, "__dict__", {}).values())
+    for family in type(leaf).__mro__:
+        slots = vars(family).get("__slots__", ())
+        held += [getattr(leaf, k, None) for k in ([slots] if isinstance(slots, str) else slots)]
+    if isinstance(leaf, Mapping):
+        return [*held, *leaf.values()]
+    return [*held, *leaf] if isinstance(leaf, (list, tuple, set, frozenset)) else held
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters, then buffers. A tensor with two names is yielded once."""
+    modules = [(f"{path}." if path else "", module) for path, module in model.named_modules()]
+    for tables in ([m._parameters for _, m in modules], [m._buffers for _, m in modules]):
+        seen: set[int] = set()
+        for (stem, _), table in zip(modules, tables, strict=True):
+            for name, tensor in table.items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield stem + name, tensor
+
+
+# --- putting everything back ----------------------------------------------------------------------
+
+
+@contextmanager
+def restored(model: nn.Module, training: bool | None = None) -> Iterator[None]:
+    """Context manager: run the model inside, without gradients, and restore its state afterwards.
+
+    Restores attributes, hooks, modes, buffers and random states. Attributes matter because a
+    forward may cache results in them, and hooks because some libraries register theirs when the
+    model first runs.
+
+    Args:
+        model: the model that runs inside.
+        training: the mode to run it in; None leaves the mode as it is.
+    """
+    state, dice = _ModelState(model), _RandomState()
+    gpus = {tensor.device.index or 0 for _, tensor in named_tensors(model) if tensor.is_cuda}
+    if training is not None:
+        model.train(training)
+    try:
+        with torch.random.fork_rng(sorted(gpus)), torch.no_grad():
+            yield
+    finally:
+        dice.restore()
+        state.restore()
+
+
+class _ModelState:
+    """Everything about a model that a run may change. Weights are copied only where needed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        self.attributes = [(vars(module), dict(vars(module))) for module in modules]
+        self.containers: list[tuple[Any, Any]] = [
+            (held, held.copy() if held else None)  # most are empty
+            for table, _ in self.attributes
+            for key, held in table.items()
+            if isinstance(held, (dict, list)) and key != "_modules"
+        ]
+        tensors = [tensor for _, tensor in named_tensors(model)]
+        self.memory = [(tensor, tensor.data) for tensor in tensors]
+        # A custom train() may write weights, for example to merge low-rank adapters.
+        custom = any(type(module).train is not nn.Module.train for module in modules)
+        copied = [t for t in tensors if custom or not isinstance(t, nn.Parameter)]
+        self.contents = [(tensor, tensor.detach().clone()) for tensor in copied]
+
+    def restore(self) -> None:
+        """Put everything back in place."""
+        for table, entries in self.attributes:
+            table.clear()
+            table.update(entries)
+        for held, before in self.containers:
+            if held:
+                held.clear()
+            if before:
+                held.extend(before) if isinstance(held, list) else held.update(before)
+        for tensor, old in self.memory:
+            if tensor.data_ptr() != old.data_ptr() or tensor.shape != old.shape:
+                tensor.data = old
+        with torch.no_grad():
+            for tensor, content in self.contents:
+                tensor.copy_(content)
+
+
+class _RandomState:
+    """The state of Python's generator, and of NumPy's if NumPy was imported."""
+
+    def __init__(self) -> None:
+        self.python, self.numpy = random.getstate(), sys.modules.get("numpy")
+        self.numpy_state = self.numpy.random.get_state() if self.numpy else None
+
+    def restore(self) -> None:
+        """Set both generators back."""
+        random.setstate(self.python)
+        if self.numpy:
+            self.numpy.random.set_state(self.numpy_state)
+
+
+# --- attributes that a forward fills --------------------------------------------------------------
+
+
+def empty_slots(model: nn.Module) -> list[Slot]:
+    """Return the attributes that hold nothing yet, where a forward may keep state later."""
+    return [
+        (module, key)
+        for module in model.modules()
+        for table in (vars(module), module._buffers)
+        for key, held in table.items()
+        if held is None or (type(held) in (dict, list) and not held and key not in _TORCH_TABLES)
+    ]
+
+
+_TORCH_TABLES = frozenset(vars(nn.Module()))
+
+
+def clear_slots(slots: list[Slot]) -> list[tuple[dict[str, Any], str, Any]]:
+    """Empty the slots of tensors that a run left there, and return what was removed.
+
+    Such tensors belong to a batch that is over, and have the widths that the model had then.
+    """
+    removed: list[tuple[dict[str, Any], str, Any]] = [
+        (table, key, table[key])
+        for module, key in slots
+        for table in (vars(module), module._buffers)
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(table.get(key)))
+    ]
+    for table, key, held in removed:
+        table[key] = held.__class__() if isinstance(held, (dict, list)) else None
+    return removed
+
+
+@contextmanager
+def slots_cleared(slots: list[Slot]) -> Iterator[None]:
+    """Context manager: clear the slots, and put their contents back afterwards."""
+    removed = clear_slots(slots)
+    try:
+        yield
+    finally:
+        for table, key, held in removed:
+            table[key] = held
+
+
+# --- torch's settings -----------------------------------------------------------------------------
+
+
+def on_host() -> AbstractContextManager[object]:
+    """Context manager: create tensors on the CPU, whatever the user's default device is."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+
+
+@contextmanager
+def without_fused_paths(model: nn.Module) -> Iterator[None]:
+    """Context manager: run attention and recurrent layers operation by operation.
+
+    In eval mode both take a fused path otherwise, inside which channels cannot be followed.
+    """
+    with fused_kernels_off(model.modules()):
+        yield

@@ -1,0 +1,93 @@
+"""Notice Python code that reads values or sizes of tensors.
+
+`x.tolist()` and `x.numpy()` bypass the dispatcher, so the recorder of operations does not see them.
+Sizes (`x.shape`, `x.size(1)`, `len(x)`) are replaced with numbers that remember where they were
+read (`watched_sizes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from .op_recorder import OpRecorder
+from .source_lines import user_line
+from .watched_sizes import watched_count, watched_size, watched_sizes
+
+_WHOLE_TENSOR_READS = {
+    Tensor.tolist,
+    Tensor.numpy,
+    Tensor.storage,
+    Tensor.untyped_storage,
+    Tensor.__array__,
+    Tensor.__dlpack__,
+    Tensor.__repr__,
+}
+_SPLITS = {torch.tensor_split, Tensor.tensor_split}  # at positions that may be given as a tensor
+_READS = {
+    *_WHOLE_TENSOR_READS,
+    *_SPLITS,
+    Tensor.data_ptr,
+    Tensor.__reduce_ex__,
+    Tensor.data.__set__,  # type: ignore[attr-defined]
+}
+_COUNTS = {Tensor.numel, Tensor.nelement, torch.numel}
+_SIZES = {Tensor.shape.__get__, Tensor.size, Tensor.__len__, *_COUNTS}  # type: ignore[attr-defined]
+
+
+class PythonReads(TorchFunctionMode):
+    """Notes on the recorder's tape which values and sizes Python code reads.
+
+    Args:
+        recorder: the recorder whose tape is written to.
+        watch_sizes: replace sizes with watched numbers.
+    """
+
+    def __init__(self, recorder: OpRecorder, watch_sizes: bool) -> None:
+        super().__init__()
+        self.recorder = recorder
+        self.watch_sizes = watch_sizes
+
+    def __torch_function__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
+        """Call the function, and note what it reads."""
+        kwargs = kwargs or {}
+        if func in _READS:
+            self._note_read(func, args, kwargs)
+        found = func(*args, **kwargs)
+        if self.watch_sizes and func in _SIZES and not self.recorder.busy:
+            return self._watched(func, args, kwargs, found)
+        return found
+
+    def _note_read(
+        self, func: object, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> None:
+        recorder = self.recorder
+        values = recorder.values((args, kwargs))
+        recorder.tape.needs_values |= any(value.root not in recorder.real for value in values)
+        if func in _WHOLE_TENSOR_READS:
+            recorder.tape.read_values += values
+        elif func in _SPLITS:
+            recorder.tape.read_values += recorder.values((args[1:], kwargs))
+
+    def _watched(
+        self, func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any], found: object
+    ) -> object:
+        """Return a size that was read, as a number that remembers where."""
+        value = self.recorder.value(args[0] if args else kwargs["input"])
+        log = self.recorder.tape.sizes
+        if isinstance(found, torch.Size):
+            return torch.Size(watched_sizes(value, log))
+        if func in _COUNTS:
+            return watched_count(value, log)
+        if func is Tensor.__len__:  # Python's `len` returns a plain number whatever we return
+            first = watched_size(value, 0, log)
+            log.compared(first.source, first.source.constant(found), user_line())
+            return found
+        axis = args[1] if len(args) > 1 else kwargs["dim"]
+        return watched_size(value, value.axis(int(axis)), log)
