@@ -13,9 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from polarprune.experiments.runs.calibration import recalibrate, recalibrated
-from polarprune.experiments.runs.prune import prune
-from polarprune.experiments.runs.pruned_file import rebuild
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -44,6 +41,9 @@ from polarprune.experiments.networks.small_images import (
 )
 from polarprune.experiments.networks.table import NETWORKS
 from polarprune.experiments.presets import PRESETS, per_epoch, preset
+from polarprune.experiments.runs.calibration import recalibrate, recalibrated
+from polarprune.experiments.runs.prune import prune
+from polarprune.experiments.runs.pruned_file import rebuild
 from polarprune.experiments.runs.run import Run
 from polarprune.experiments.runs.source import commit
 from polarprune.experiments.runs.trainer import Trainer

@@ -13,7 +13,6 @@ import numpy
 import pytest
 import torch
 from PIL import Image
-from polarprune.experiments.runs.pruned_file import rebuild
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from typer.testing import CliRunner
@@ -27,6 +26,7 @@ from polarprune.experiments.data.table import open_data
 from polarprune.experiments.networks.imagenet import MobileNetV1, from_torchvision
 from polarprune.experiments.networks.table import NETWORKS
 from polarprune.experiments.presets import PRESETS
+from polarprune.experiments.runs.pruned_file import rebuild
 from polarprune.experiments.runs.run import Run
 from polarprune.experiments.settings import Settings
 from polarprune.surgery.proof import count_macs

@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from polarprune.experiments.runs.prune import prune
-from polarprune.experiments.runs.pruned_file import rebuild
 from torch import Tensor, nn
 
 import polarprune as pp
@@ -35,6 +33,8 @@ from polarprune.experiments.methods.table import ALL_METHODS, METHODS
 from polarprune.experiments.networks.small_images import ResNet
 from polarprune.experiments.networks.table import NETWORKS
 from polarprune.experiments.presets import preset
+from polarprune.experiments.runs.prune import prune
+from polarprune.experiments.runs.pruned_file import rebuild
 from polarprune.experiments.runs.run import Run
 from polarprune.experiments.runs.trainer import Trainer
 from polarprune.experiments.settings import MethodSettings

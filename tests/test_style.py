@@ -10,7 +10,6 @@ import numpy
 import pytest
 import torch
 from PIL import Image
-from polarprune.experiments.runs.pruned_file import rebuild
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
@@ -25,6 +24,7 @@ from polarprune.experiments.networks.small_images import VGG
 from polarprune.experiments.networks.style import StyleNet
 from polarprune.experiments.networks.table import NETWORKS
 from polarprune.experiments.presets import PRESETS
+from polarprune.experiments.runs.pruned_file import rebuild
 from polarprune.experiments.runs.run import Run
 from polarprune.experiments.settings import Settings
 from polarprune.surgery.proof import count_macs

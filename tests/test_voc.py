@@ -12,7 +12,6 @@ import numpy
 import pytest
 import torch
 from PIL import Image
-from polarprune.experiments.runs.pruned_file import rebuild
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -33,6 +32,7 @@ from polarprune.experiments.data.voc import (
 from polarprune.experiments.networks.imagenet import from_torchvision
 from polarprune.experiments.networks.table import NETWORKS
 from polarprune.experiments.presets import PRESETS
+from polarprune.experiments.runs.pruned_file import rebuild
 from polarprune.experiments.runs.run import Run
 from polarprune.experiments.runs.trainer import Trainer, split_slow_group
 from polarprune.experiments.settings import Settings

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from polarprune.experiments.runs.pruned_file import rebuild
 from torch import nn
 
 import polarprune as pp
 from polarprune.experiments.networks.table import NETWORKS
+from polarprune.experiments.runs.pruned_file import rebuild
 from polarprune.surgery.proof import count_macs
 
 ROOT = Path(__file__).parent.parent
@@ -49,7 +49,7 @@ def test_a_shipped_file_of_version_1_loads_and_is_saved_as_version_2(
 ) -> None:
     content = metadata(file)
     assert content["version"] == VERSION and "sha256" not in content
-    model, _ = rebuilt(file)
+    model, _ = rebuild(file)
     again = tmp_path / "again.safetensors"
     pp.save(model, again, card=content["card"])
     assert metadata(again)["version"] == 2 and len(metadata(again)["sha256"]) == 64
