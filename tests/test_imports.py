@@ -299,7 +299,7 @@ def test_a_module_imports_only_what_comes_before_it(path: Path) -> None:
 
 def test_packages_say_what_comes_in_what_goes_out_and_what_they_may_touch() -> None:
     inner = [folder for folder in INNER if folder.startswith("experiments/")]
-    for package in PACKAGES[1:] + inner:
+    for package in [one for one in PACKAGES if (ROOT / one).is_dir()] + inner:
         text = ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text())) or ""
         assert len(text.split()) > 25 and "In:" in text and "Out:" in text, package
 
