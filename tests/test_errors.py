@@ -79,7 +79,7 @@ def test_a_keep_pattern_that_matches_nothing_is_refused() -> None:
 @pytest.mark.parametrize("shape", [(2, 3, 8, 8), (2, 8), (8,)], ids=str)
 def test_an_example_of_the_wrong_shape_is_refused(shape: tuple[int, ...]) -> None:
     model = digits_resnet(8)
-    message = "the model does not run on the example inputs: .*Give inputs of the shape"
+    message = "the model does not run on the example inputs: .*Pass inputs of the shape"
     with never_gated(message, model):
         pp.Pruner(model, torch.zeros(shape), macs=0.5, steps=10)
     with never_gated(message, model):

@@ -292,7 +292,7 @@ def with_gate(net: nn.Sequential) -> nn.Module:
 
 # the model and the example
 NO_MODULE = "the model is a {}; give a torch.nn.Module"
-NO_RUN = r"{}: the model does not run on the example inputs: .*Give inputs of the shape, type and"
+NO_RUN = r"{}: the model does not run on the example inputs: .*Pass inputs of the shape, dtype and"
 MODELS: dict[str, tuple[Callable[[World], Any], str]] = {
     "None": (lambda w: None, NO_MODULE.format("NoneType")),
     "a class": (lambda w: nn.Linear, NO_MODULE.format("type")),
@@ -306,7 +306,7 @@ MODELS: dict[str, tuple[Callable[[World], Any], str]] = {
     "lazy": (lambda w: lazy(), "the model has lazy modules without weights: run it once"),
     "on meta": (lambda w: make().to("meta"), "the example inputs are on cpu, the model is on meta"),
     "fails": (lambda w: fails(), NO_RUN.format("Fails")),
-    "returns text": (lambda w: fails("text"), "Fails: no tensor is found in the model's output"),
+    "returns text": (lambda w: fails("text"), "Fails: the model's output contains no tensor"),
     "with a gate": (lambda w: with_gate(w.net),
                     "the model has gates already: use the Pruner that put them there"),
 }  # fmt: skip

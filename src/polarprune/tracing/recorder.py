@@ -80,7 +80,7 @@ def _check(model: nn.Module, tape: Tape, error: Exception | None) -> None:
     if not tape.outputs:
         raise PruneError(
             f"{type(model).__name__}: the model's output contains no tensor, so there is nothing "
-            f"to compare. Return the computed tensors from forward."
+            f"to compare. Let forward return the tensors that it computes."
         )
 
 
