@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ..analysis.trace import changed
 from ..channels.graph import Graph, plan_of
-from ..surgery.proof import check_macs, prove_cut
-from ..tracing.model_state import Example, slots_cleared
+from ..surgery.proof import check_macs, example_for, prove_cut
+from ..tracing.model_state import Example, named_tensors, slots_cleared
 from ..validation.run import check_minimum
 from .compaction import Compaction
 from .rebuild import Rebuild, ungated
@@ -38,7 +38,8 @@ class Exporter:
         compaction, graph = self.compaction, self.compaction.graph
         small = ungated(gated, graph)
         if compaction.count == 0 and changed(graph, small):
-            plan, graph = plan_of(graph, alive), self.trace_again(small, example)
+            here = example_for(example, _weight(small), _weight(compaction.model).dtype)
+            plan, graph = plan_of(graph, alive), self.trace_again(small, here)
             alive = graph.alive(plan)
         check_minimum(graph, alive)
         present = compaction.present
@@ -61,3 +62,8 @@ class Exporter:
         if not self.compaction.graph.tapes[0].depends_on_data:
             check_macs(small, example, macs)
         return found
+
+
+def _weight(model: nn.Module) -> Tensor:
+    """Return a weight of the model, which tells its device and precision."""
+    return next(tensor for _, tensor in named_tensors(model) if tensor.is_floating_point())
