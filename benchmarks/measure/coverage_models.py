@@ -19,12 +19,26 @@ from benchmarks.measure.recurrent_models import recurrent
 Made = tuple[Any, Any]
 
 # torchvision: pixels where 64 is too few, and what its builders take to work on small images.
-VISION_SIZE = {"maxvit": 224, "inception": 299, "raft": 128, "s3d": 209, "vit_h_14": 56,
-               "ssd300": 300, "ssdlite320": 320, "rcnn": 96, "retinanet": 96,
-               "fcos": 96}  # fmt: skip
+VISION_SIZE = {
+    "maxvit": 224,
+    "inception": 299,
+    "raft": 128,
+    "s3d": 209,
+    "vit_h_14": 56,
+    "ssd300": 300,
+    "ssdlite320": 320,
+    "rcnn": 96,
+    "retinanet": 96,
+    "fcos": 96,
+}
 ONE_STAGE = {"score_thresh": 0.0, "detections_per_img": 4, "topk_candidates": 16}
-TWO_STAGE = {"rpn_pre_nms_top_n_test": 24, "rpn_post_nms_top_n_test": 12, "box_score_thresh": 0.0,
-             "box_detections_per_img": 4, "rpn_nms_thresh": 1.0}  # fmt: skip
+TWO_STAGE = {
+    "rpn_pre_nms_top_n_test": 24,
+    "rpn_post_nms_top_n_test": 12,
+    "box_score_thresh": 0.0,
+    "box_detections_per_img": 4,
+    "rpn_nms_thresh": 1.0,
+}
 
 # timm: pixels where 64 is too few, by the start of the name; the smallest models of every family.
 TIMM_SIZE = {
@@ -32,7 +46,7 @@ TIMM_SIZE = {
     "deepseek|efficientformer_|halor": 224,
     "bat_|.*halo": 256,
     "efficientvim": 128,
-}  # fmt: skip  (else batch norms of two values)
+}  # (else batch norms of two values)
 TIMM = """
     bat_resnext26ts beit_base_patch16_224 beitv2_base_patch16_224 botnet26t_256 caformer_s18
     cait_xxs24_224 coat_lite_tiny coat_tiny coatnet_0_224 coatnet_nano_cc_224
@@ -78,17 +92,37 @@ TIMM = """
 """
 # transformers: name -> model, configuration, its options, example inputs by keyword. Small, but so
 # deep that patches, words and labels cost as little beside the blocks as they do in real models.
-ENCODER = {"vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
-           "intermediate_size": 256, "max_position_embeddings": 64}  # fmt: skip
+ENCODER = {
+    "vocab_size": 99,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 256,
+    "max_position_embeddings": 64,
+}
 DECODER = {**ENCODER, "num_key_value_heads": 2, "use_cache": False, "pad_token_id": 0}
 GEMMA = {**DECODER, "head_dim": 16}
 EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
-BOTH = {"vocab_size": 99, "d_model": 64, "encoder_layers": 4, "decoder_layers": 4,
-        "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 256,
-        "decoder_ffn_dim": 256, "use_cache": False}  # fmt: skip
+BOTH = {
+    "vocab_size": 99,
+    "d_model": 64,
+    "encoder_layers": 4,
+    "decoder_layers": 4,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 256,
+    "decoder_ffn_dim": 256,
+    "use_cache": False,
+}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-VIT = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "image_size": 32,
-       "intermediate_size": 256, "patch_size": 8}  # fmt: skip
+VIT = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "intermediate_size": 256,
+    "patch_size": 8,
+}
 TEXT = {"input_ids": (12,), "attention_mask": (12,)}
 WORDS = {"input_ids": (12,)}
 PAIR = {"input_ids": (12,), "decoder_input_ids": (8,)}
@@ -98,64 +132,177 @@ TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], dict[str, tuple[int, ...
     "bart": ("BartForConditionalGeneration", "BartConfig", BOTH | TOKENS, PAIR),
     "bert": ("BertForSequenceClassification", "BertConfig", ENCODER, TEXT),
     "bert-mlm": ("BertForMaskedLM", "BertConfig", ENCODER, TEXT),
-    "clip": ("CLIPModel", "CLIPConfig",
-             {"text_config": ENCODER | TOKENS, "vision_config": VIT, "projection_dim": 24},
-             TEXT | IMAGE),
-    "convnext": ("ConvNextForImageClassification", "ConvNextConfig",
-                 {"hidden_sizes": [16, 32, 64, 128], "depths": [2, 2, 4, 2]}, LARGER),
+    "clip": (
+        "CLIPModel",
+        "CLIPConfig",
+        {"text_config": ENCODER | TOKENS, "vision_config": VIT, "projection_dim": 24},
+        TEXT | IMAGE,
+    ),
+    "convnext": (
+        "ConvNextForImageClassification",
+        "ConvNextConfig",
+        {"hidden_sizes": [16, 32, 64, 128], "depths": [2, 2, 4, 2]},
+        LARGER,
+    ),
     "deit": ("DeiTForImageClassification", "DeiTConfig", VIT, IMAGE),
-    "detr": ("DetrForObjectDetection", "DetrConfig",
-             {**BOTH, "num_queries": 5, "backbone_config": "ResNetConfig"}, LARGER),
-    "distilbert": ("DistilBertForSequenceClassification", "DistilBertConfig",
-                   {"vocab_size": 99, "dim": 64, "n_layers": 4, "n_heads": 4, "hidden_dim": 256,
-                    "max_position_embeddings": 64}, TEXT),
+    "detr": (
+        "DetrForObjectDetection",
+        "DetrConfig",
+        {**BOTH, "num_queries": 5, "backbone_config": "ResNetConfig"},
+        LARGER,
+    ),
+    "distilbert": (
+        "DistilBertForSequenceClassification",
+        "DistilBertConfig",
+        {
+            "vocab_size": 99,
+            "dim": 64,
+            "n_layers": 4,
+            "n_heads": 4,
+            "hidden_dim": 256,
+            "max_position_embeddings": 64,
+        },
+        TEXT,
+    ),
     "gemma": ("GemmaForCausalLM", "GemmaConfig", GEMMA, WORDS),
     "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", GEMMA, WORDS),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", GEMMA, WORDS),
-    "gpt2": ("GPT2LMHeadModel", "GPT2Config",
-             {"vocab_size": 99, "n_positions": 64, "n_embd": 64, "n_layer": 4, "n_head": 4,
-              "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}, WORDS),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {
+            "vocab_size": 99,
+            "n_positions": 64,
+            "n_embd": 64,
+            "n_layer": 4,
+            "n_head": 4,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "use_cache": False,
+        },
+        WORDS,
+    ),
     "llama": ("LlamaForCausalLM", "LlamaConfig", DECODER, WORDS),
     "mistral": ("MistralForCausalLM", "MistralConfig", DECODER, WORDS),
-    "mixtral": ("MixtralForCausalLM", "MixtralConfig",
-                {**DECODER, **EXPERTS, "num_local_experts": 4}, WORDS),
-    "mobilevit": ("MobileViTForImageClassification", "MobileViTConfig",
-                  {"image_size": 64, "hidden_sizes": [32, 48, 64], "num_attention_heads": 4,
-                   "initializer_range": 0.2,
-                   "neck_hidden_sizes": [8, 16, 24, 32, 48, 64, 128]}, LARGER),
+    "mixtral": (
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        {**DECODER, **EXPERTS, "num_local_experts": 4},
+        WORDS,
+    ),
+    "mobilevit": (
+        "MobileViTForImageClassification",
+        "MobileViTConfig",
+        {
+            "image_size": 64,
+            "hidden_sizes": [32, 48, 64],
+            "num_attention_heads": 4,
+            "initializer_range": 0.2,
+            "neck_hidden_sizes": [8, 16, 24, 32, 48, 64, 128],
+        },
+        LARGER,
+    ),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", DECODER, WORDS),
-    "qwen2_moe": ("Qwen2MoeForCausalLM", "Qwen2MoeConfig",
-                  {**DECODER, **EXPERTS, "num_experts": 4, "moe_intermediate_size": 64,
-                   "shared_expert_intermediate_size": 128}, WORDS),
+    "qwen2_moe": (
+        "Qwen2MoeForCausalLM",
+        "Qwen2MoeConfig",
+        {
+            **DECODER,
+            **EXPERTS,
+            "num_experts": 4,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 128,
+        },
+        WORDS,
+    ),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**DECODER, "head_dim": 16}, WORDS),
     "roberta": ("RobertaForSequenceClassification", "RobertaConfig", ENCODER, TEXT),
-    "segformer": ("SegformerForSemanticSegmentation", "SegformerConfig",
-                  {"depths": [2, 2, 2, 2], "hidden_sizes": [16, 32, 64, 128],
-                   "num_attention_heads": [1, 2, 4, 8], "decoder_hidden_size": 64}, LARGER),
-    "swin": ("SwinForImageClassification", "SwinConfig",
-             {"image_size": 32, "patch_size": 2, "embed_dim": 32, "depths": [2, 2, 4],
-              "num_heads": [2, 4, 8], "window_size": 4}, IMAGE),
-    "t5": ("T5ForConditionalGeneration", "T5Config",
-           {**TOKENS, "vocab_size": 99, "d_model": 64, "d_kv": 16, "d_ff": 256, "num_layers": 4,
-            "num_heads": 4, "use_cache": False}, PAIR),
+    "segformer": (
+        "SegformerForSemanticSegmentation",
+        "SegformerConfig",
+        {
+            "depths": [2, 2, 2, 2],
+            "hidden_sizes": [16, 32, 64, 128],
+            "num_attention_heads": [1, 2, 4, 8],
+            "decoder_hidden_size": 64,
+        },
+        LARGER,
+    ),
+    "swin": (
+        "SwinForImageClassification",
+        "SwinConfig",
+        {
+            "image_size": 32,
+            "patch_size": 2,
+            "embed_dim": 32,
+            "depths": [2, 2, 4],
+            "num_heads": [2, 4, 8],
+            "window_size": 4,
+        },
+        IMAGE,
+    ),
+    "t5": (
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {
+            **TOKENS,
+            "vocab_size": 99,
+            "d_model": 64,
+            "d_kv": 16,
+            "d_ff": 256,
+            "num_layers": 4,
+            "num_heads": 4,
+            "use_cache": False,
+        },
+        PAIR,
+    ),
     "vit": ("ViTForImageClassification", "ViTConfig", VIT, IMAGE),
-    "vocoder": ("SpeechT5HifiGan", "SpeechT5HifiGanConfig",
-                {"upsample_initial_channel": 64, "upsample_rates": [4, 4],
-                 "upsample_kernel_sizes": [8, 8]}, {"spectrogram": (20, 80)}),
-    "wav2vec2": ("Wav2Vec2ForCTC", "Wav2Vec2Config",
-                 {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
-                  "intermediate_size": 256, "conv_dim": [32, 32, 32], "conv_stride": [4, 2, 2],
-                  "conv_kernel": [8, 3, 3], "num_feat_extract_layers": 3, "vocab_size": 30,
-                  "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4},
-                 {"input_values": (800,)}),
-    "whisper": ("WhisperForConditionalGeneration", "WhisperConfig",
-                {**BOTH, **TOKENS, "num_mel_bins": 16, "max_source_positions": 30,
-                 "max_target_positions": 30, "begin_suppress_tokens": None},
-                {"input_features": (16, 60), "decoder_input_ids": (8,)}),
-}  # fmt: skip
+    "vocoder": (
+        "SpeechT5HifiGan",
+        "SpeechT5HifiGanConfig",
+        {"upsample_initial_channel": 64, "upsample_rates": [4, 4], "upsample_kernel_sizes": [8, 8]},
+        {"spectrogram": (20, 80)},
+    ),
+    "wav2vec2": (
+        "Wav2Vec2ForCTC",
+        "Wav2Vec2Config",
+        {
+            "hidden_size": 64,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "intermediate_size": 256,
+            "conv_dim": [32, 32, 32],
+            "conv_stride": [4, 2, 2],
+            "conv_kernel": [8, 3, 3],
+            "num_feat_extract_layers": 3,
+            "vocab_size": 30,
+            "num_conv_pos_embeddings": 16,
+            "num_conv_pos_embedding_groups": 4,
+        },
+        {"input_values": (800,)},
+    ),
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        {
+            **BOTH,
+            **TOKENS,
+            "num_mel_bins": 16,
+            "max_source_positions": 30,
+            "max_target_positions": 30,
+            "begin_suppress_tokens": None,
+        },
+        {"input_features": (16, 60), "decoder_input_ids": (8,)},
+    ),
+}
 # What these are used for; they return the states of their encoders beside it.
-ANSWERS = {"bart": ("logits",), "clip": ("logits_per_image",), "detr": ("logits", "pred_boxes"),
-           "t5": ("logits",), "whisper": ("logits",)}  # fmt: skip
+ANSWERS = {
+    "bart": ("logits",),
+    "clip": ("logits_per_image",),
+    "detr": ("logits", "pred_boxes"),
+    "t5": ("logits",),
+    "whisper": ("logits",),
+}
 
 SMP = [
     f"{network}-{encoder}"
@@ -290,9 +437,12 @@ def make_transformers(name: str) -> Made:
     network, config, options, shapes = TRANSFORMERS[name]
     if "backbone_config" in options:
         backbone = transformers.ResNetConfig(
-            embedding_size=16, hidden_sizes=[16, 32, 64, 128], depths=[2, 2, 2, 2],
-            layer_type="basic", out_features=["stage4"],
-        )  # fmt: skip
+            embedding_size=16,
+            hidden_sizes=[16, 32, 64, 128],
+            depths=[2, 2, 2, 2],
+            layer_type="basic",
+            out_features=["stage4"],
+        )
         options = {**options, "backbone_config": backbone}
     model = getattr(transformers, network)(getattr(transformers, config)(**options))
     if name in ANSWERS:
@@ -336,17 +486,28 @@ def make_diffusers(name: str) -> Made:
     steps = torch.tensor([3, 7])
     if name == "dit":
         model = DiTTransformer2DModel(
-            num_attention_heads=4, attention_head_dim=8, in_channels=4, out_channels=8,
-            num_layers=2, sample_size=8, patch_size=2, num_embeds_ada_norm=10, norm_num_groups=8,
-        )  # fmt: skip
+            num_attention_heads=4,
+            attention_head_dim=8,
+            in_channels=4,
+            out_channels=8,
+            num_layers=2,
+            sample_size=8,
+            patch_size=2,
+            num_embeds_ada_norm=10,
+            norm_num_groups=8,
+        )
         image = torch.randn(2, 4, 8, 8)
         labels = torch.tensor([1, 2])
         return model, {"hidden_states": image, "timestep": steps, "class_labels": labels}
     model = UNet2DModel(
-        sample_size=16, block_out_channels=(16, 32), layers_per_block=1, norm_num_groups=8,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"), attention_head_dim=8,
+        sample_size=16,
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        norm_num_groups=8,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        attention_head_dim=8,
         up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-    )  # fmt: skip
+    )
     return model, {"sample": torch.randn(2, 3, 16, 16), "timestep": steps}
 
 

@@ -24,8 +24,12 @@ def measure() -> dict:
         facts["relative_difference"] = max(report.proof.values())
         runs.append({**facts, **report.results})
         print(f"seed {seed}: {[row['accuracy'] for row in report.results['table']]}")
-    return {"claim": __doc__.split("\n\n")[0], "budget": Settings.budget, **environment(),
-            "runs": runs}  # fmt: skip
+    return {
+        "claim": __doc__.split("\n\n")[0],
+        "budget": Settings.budget,
+        **environment(),
+        "runs": runs,
+    }
 
 
 def spread(values: list[float], form: str) -> str:

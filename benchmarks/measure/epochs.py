@@ -51,9 +51,14 @@ def seconds(given: argparse.Namespace) -> float:
         steps = EPOCHS * batches.per_epoch
         pruner = Pruner(model, normalised(images.x[:2]), macs=0.4665, steps=steps)
     trainer = Trainer(
-        model, batches, wanted, epochs=EPOCHS, lr=0.01, pruner=pruner,
+        model,
+        batches,
+        wanted,
+        epochs=EPOCHS,
+        lr=0.01,
+        pruner=pruner,
         teacher=teacher if given.kind == "taught" else None,
-    )  # fmt: skip
+    )
     trainer.epoch()
     taken = []
     for _ in range(given.epochs):

@@ -35,8 +35,15 @@ NAME = "model_coverage"
 SECONDS, GIGABYTES = 600, 12
 BIG = ("torchvision/vit_[hl]_*", "torchvision/regnet_y_128gf")  # at the end, one at a time,
 BIG_GIGABYTES = 20  # with more memory
-PACKAGES = ("torch", "torchvision", "timm", "transformers", "diffusers",
-            "segmentation-models-pytorch", "ultralytics")  # fmt: skip
+PACKAGES = (
+    "torch",
+    "torchvision",
+    "timm",
+    "transformers",
+    "diffusers",
+    "segmentation-models-pytorch",
+    "ultralytics",
+)
 
 
 def models() -> dict[str, Callable[[], tuple[Any, Any]]]:

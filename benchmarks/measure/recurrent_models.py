@@ -12,9 +12,13 @@ def recurrent(name: str) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.front = nn.Sequential(
-                nn.Conv1d(16, 32, 5, stride=2, padding=2), nn.BatchNorm1d(32), nn.ReLU(),
-                nn.Conv1d(32, 24, 3, padding=1), nn.BatchNorm1d(24), nn.ReLU(),
-            )  # fmt: skip
+                nn.Conv1d(16, 32, 5, stride=2, padding=2),
+                nn.BatchNorm1d(32),
+                nn.ReLU(),
+                nn.Conv1d(32, 24, 3, padding=1),
+                nn.BatchNorm1d(24),
+                nn.ReLU(),
+            )
             self.gru = nn.GRU(24, 32, num_layers=2, batch_first=True)
             self.head = nn.Linear(32, 29)
 

@@ -38,9 +38,14 @@ from polarprune.experiments.runs.cuda_graph import CapturedStep
 NAME = "shrinking"
 CASES: dict[str, dict[str, Any]] = {
     "resnet18": {"shape": (16, 3, 128, 128), "device": "cpu", "steps": 100, "every": 1},
-    "resnet50": {"shape": (256, 3, 224, 224), "device": "cuda", "steps": 300, "every": 5,
-                 "multiple_of": 32},
-}  # fmt: skip
+    "resnet50": {
+        "shape": (256, 3, 224, 224),
+        "device": "cuda",
+        "steps": 300,
+        "every": 5,
+        "multiple_of": 32,
+    },
+}
 EPOCHS, IMAGES = 90, 1_281_167
 
 
@@ -61,9 +66,13 @@ class Training:
         self.pruner: pp.Pruner | None = None
         if pruned:
             self.pruner = pp.Pruner(
-                self.model, self.images[:2], macs=0.5, steps=case["steps"], compact="auto",
+                self.model,
+                self.images[:2],
+                macs=0.5,
+                steps=case["steps"],
+                compact="auto",
                 multiple_of=case.get("multiple_of", 1),
-            )  # fmt: skip
+            )
             groups = self.pruner.param_groups(lr=1e-3)
         self.optimizer = torch.optim.SGD(groups, lr=1e-3, momentum=0.9)
         if self.pruner is not None:
@@ -134,15 +143,18 @@ def measure(name: str) -> dict[str, Any]:
         "ratio": round(total["pruned"] / total["plain"], 4),
         "ratio_of_90_epochs": round(epochs["pruned"] / epochs["plain"], 4),
         "ratio_by_tenths": [
-            round(sum(pruned.steady[k * tenth : (k + 1) * tenth])
-                  / sum(usual[k * tenth : (k + 1) * tenth]), 3)
+            round(
+                sum(pruned.steady[k * tenth : (k + 1) * tenth])
+                / sum(usual[k * tenth : (k + 1) * tenth]),
+                3,
+            )
             for k in range(10)
         ],
         "macs": pruned.pruner.report().history[-1]["macs"],
         "threads": torch.get_num_threads(),
         "runs": 1,
         **environment(),
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

@@ -78,10 +78,16 @@ def settings_for(network: str, epochs: int, given: argparse.Namespace) -> Settin
     batch = given.batch or usual.batch
     share = batch / usual.batch
     return dataclasses.replace(
-        usual, epochs=epochs, baseline_epochs=given.baseline_epochs or usual.baseline_epochs,
-        batch=batch, lr=share * usual.lr, baseline_lr=share * usual.baseline_lr,
-        warm_up=WARM_UP * epochs, scored=1, seed=given.seed,
-    )  # fmt: skip
+        usual,
+        epochs=epochs,
+        baseline_epochs=given.baseline_epochs or usual.baseline_epochs,
+        batch=batch,
+        lr=share * usual.lr,
+        baseline_lr=share * usual.baseline_lr,
+        warm_up=WARM_UP * epochs,
+        scored=1,
+        seed=given.seed,
+    )
 
 
 def measure(
@@ -99,13 +105,21 @@ def measure(
     steps = settings.epochs * run.batches.per_epoch
     rows = [log[epoch] for epoch in sorted(log)]
     return {
-        "network": settings.network, "macs": macs, "steps": steps,
-        **summary(history, rows, macs, settings.schedule, steps), "landing": card["landing"],
-        "accuracy": card["accuracy"], "baseline": card["table"][0]["accuracy"],
+        "network": settings.network,
+        "macs": macs,
+        "steps": steps,
+        **summary(history, rows, macs, settings.schedule, steps),
+        "landing": card["landing"],
+        "accuracy": card["accuracy"],
+        "baseline": card["table"][0]["accuracy"],
         "curves": curves(rows, macs, settings.schedule, run.batches.per_epoch, steps),
-        "images": len(data.train), "test_images": len(data.test), "size": data.train.x.shape[1],
-        "recipe": dataclasses.asdict(settings), **environment(), "commit": commit(),
-    }  # fmt: skip
+        "images": len(data.train),
+        "test_images": len(data.test),
+        "size": data.train.x.shape[1],
+        "recipe": dataclasses.asdict(settings),
+        **environment(),
+        "commit": commit(),
+    }
 
 
 def path(schedule: Schedule, step: int, steps: int, macs: float) -> float:
@@ -114,14 +128,18 @@ def path(schedule: Schedule, step: int, steps: int, macs: float) -> float:
 
 
 def summary(
-    history: list[dict[str, Any]], rows: list[dict[str, Any]], macs: float, schedule: Schedule,
+    history: list[dict[str, Any]],
+    rows: list[dict[str, Any]],
+    macs: float,
+    schedule: Schedule,
     steps: int,
-) -> dict[str, float]:  # fmt: skip
+) -> dict[str, float]:
     """Largest distances from the path and fall of the MACs in points, and rise of the loss."""
     apart = [row["macs"] - path(schedule, row["step"], steps, macs) for row in history]
     losses = [row["recalibrated_loss"] for row in rows]
-    falls = [(old["macs"] - new["macs"], new["closed"] - old["closed"])
-             for old, new in pairwise(history)]  # fmt: skip
+    falls = [
+        (old["macs"] - new["macs"], new["closed"] - old["closed"]) for old, new in pairwise(history)
+    ]
     return {
         "largest_fall": 100 * max(falls)[0],  # between two looks
         "channels_in_it": max(falls)[1],
@@ -206,9 +224,12 @@ def main(arguments: list[str] | None = None) -> None:
         row = measure(settings_for(network, epochs, given), macs, data, given)
         store = {**read(given.store), name: row}
         given.store.write_text(json.dumps(store) + "\n", encoding="utf-8")
-        print(f"{name}: {row['above_path']:+.2f} and {-row['below_path']:+.2f} points, landing "
-              f"{100 * row['landing']['macs']:.2f}, loss × {row['loss_ratio']:.2f}, accuracy "
-              f"{row['accuracy']:.3f}; broken: {broken(row)}", flush=True)  # fmt: skip
+        print(
+            f"{name}: {row['above_path']:+.2f} and {-row['below_path']:+.2f} points, landing "
+            f"{100 * row['landing']['macs']:.2f}, loss × {row['loss_ratio']:.2f}, accuracy "
+            f"{row['accuracy']:.3f}; broken: {broken(row)}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -80,9 +80,13 @@ def measure(network: str, batch: int, side: int, compiled: bool) -> dict[str, An
         "images_a_second": {kind: round(batch * STEPS / s) for kind, s in seconds.items()},
         "ratio": round(statistics.median(ratios), 3),
         "ratios": [round(min(ratios), 3), round(max(ratios), 3)],
-        "batch": batch, "side": side, "compiled": compiled, "rounds": ROUNDS, "steps": STEPS,
+        "batch": batch,
+        "side": side,
+        "compiled": compiled,
+        "rounds": ROUNDS,
+        "steps": STEPS,
         **environment(),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

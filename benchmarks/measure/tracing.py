@@ -77,10 +77,17 @@ def llama() -> tuple[Any, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=128_256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
-        num_attention_heads=32, num_key_value_heads=8, head_dim=64, tie_word_embeddings=True,
-        use_cache=False, attn_implementation="eager",
-    )  # fmt: skip
+        vocab_size=128_256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        tie_word_embeddings=True,
+        use_cache=False,
+        attn_implementation="eager",
+    )
     begin()
     with torch.device("meta"):
         ids, mask = torch.zeros(1, 64, dtype=torch.long), torch.zeros(1, 1, 64, 64)
@@ -182,11 +189,16 @@ def theirs_large(_: str) -> dict:
     heads |= {proj: 8 for block in blocks for proj in (block.k_proj, block.v_proj)}
     pruner, ready = measured(
         lambda: tp.pruner.MagnitudePruner(
-            model, ids, tp.importance.GroupMagnitudeImportance(p=2), pruning_ratio=0.5,
-            num_heads=heads, ignored_layers=[model.lm_head], root_module_types=[torch.nn.Linear],
+            model,
+            ids,
+            tp.importance.GroupMagnitudeImportance(p=2),
+            pruning_ratio=0.5,
+            num_heads=heads,
+            ignored_layers=[model.lm_head],
+            root_module_types=[torch.nn.Linear],
             forward_fn=lambda model, ids: model(ids).logits,
         )
-    )  # fmt: skip
+    )
     _, cut = measured(pruner.step)
     left = sum(parameter.numel() for parameter in model.parameters())
     facts = {"export_seconds": cut["seconds"], "export_memory_gb": cut["memory_gb"]}
@@ -205,9 +217,14 @@ def deep(blocks: str) -> dict:
 
 
 CASES = {
-    "ours": ours, "theirs": theirs, "pruner": pruner, "large": large, "export": export,
-    "theirs_large": theirs_large, "deep": deep,
-}  # fmt: skip
+    "ours": ours,
+    "theirs": theirs,
+    "pruner": pruner,
+    "large": large,
+    "export": export,
+    "theirs_large": theirs_large,
+    "deep": deep,
+}
 
 
 # --- all runs -------------------------------------------------------------------------------------

@@ -28,16 +28,23 @@ from polarprune.training.proximal import prox_l1
 RESULTS, OUT = ROOT / "results", store.FIGURES
 PAPER = read_numbers("paper")
 NAMES = {
-    "resnet56": "ResNet-56", "vgg16": "VGG-16", "mobilenetv2": "MobileNetV2",
-    "mobilenet_v1": "MobileNetV1", "mobilenet_v2": "MobileNetV2", "resnet50": "ResNet-50",
-}  # fmt: skip
+    "resnet56": "ResNet-56",
+    "vgg16": "VGG-16",
+    "mobilenetv2": "MobileNetV2",
+    "mobilenet_v1": "MobileNetV1",
+    "mobilenet_v2": "MobileNetV2",
+    "resnet50": "ResNet-50",
+}
 # Okabe and Ito's colours, which colour-blind readers can tell apart; marks and dashes for grey.
 BLUE, ORANGE, GREEN, PINK, GREY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#767676"
 STYLES = ((BLUE, "-", "o"), (ORANGE, "--", "s"), (GREEN, ":", "^"), (PINK, "-.", "D"))
 LABEL_OFFSETS = {  # of labels that would overlap
-    ("resnet56", "PFS"): (4, -10), ("resnet56", "ABCPruner"): (-50, -10),
-    ("resnet56", "SCOP"): (-30, 3), ("vgg16", "HRank"): (4, -10), ("mobilenetv2", "SCOP"): (4, -10),
-}  # fmt: skip
+    ("resnet56", "PFS"): (4, -10),
+    ("resnet56", "ABCPruner"): (-50, -10),
+    ("resnet56", "SCOP"): (-30, 3),
+    ("vgg16", "HRank"): (4, -10),
+    ("mobilenetv2", "SCOP"): (4, -10),
+}
 MAIN = "resnet56-47-seed0"
 SHORT_RUNS = ("ablation", "plain", "search")  # how the names of shorter runs start
 
@@ -169,8 +176,13 @@ def stability() -> Figure:
         colour, dash, _ = STYLES[number % len(STYLES)]
         epochs = [r["epoch"] for r in rows]
         left.plot(epochs, [r["loss"] for r in rows], dash, color=colour, lw=1, label=name)
-        left.plot([r["epoch"] for r in scored], [r["recalibrated_loss"] for r in scored], "s",
-                  ms=3, color=colour)  # fmt: skip
+        left.plot(
+            [r["epoch"] for r in scored],
+            [r["recalibrated_loss"] for r in scored],
+            "s",
+            ms=3,
+            color=colour,
+        )
         right.plot(epochs, [r["macs"] for r in rows], dash, color=colour, lw=1)
     left.set(xlabel="epoch", ylabel="training loss (squares: test loss)", ylim=(0, 4))
     right.set(xlabel="epoch", ylabel="MACs left", ylim=(0, 1.02))
@@ -187,12 +199,22 @@ def accuracy() -> Figure:
     for axis, network in zip(axes, networks, strict=True):
         for row in PAPER["cifar10"][network]:
             mine = row["method"] == "GDP"
-            axis.plot(row["ratio"], row["accuracy"], "s" if mine else "x", ms=6,
-                      color=ORANGE if mine else GREY)  # fmt: skip
+            axis.plot(
+                row["ratio"],
+                row["accuracy"],
+                "s" if mine else "x",
+                ms=6,
+                color=ORANGE if mine else GREY,
+            )
             if not mine:
-                axis.annotate(row["method"], (row["ratio"], row["accuracy"]), fontsize=8,
-                              xytext=LABEL_OFFSETS.get((network, row["method"]), (4, 3)),
-                              textcoords="offset points", color=GREY)  # fmt: skip
+                axis.annotate(
+                    row["method"],
+                    (row["ratio"], row["accuracy"]),
+                    fontsize=8,
+                    xytext=LABEL_OFFSETS.get((network, row["method"]), (4, 3)),
+                    textcoords="offset points",
+                    color=GREY,
+                )
         for name in ours:
             if card(name)["network"] == network:
                 axis.plot(ratio(name), score(name, "after removal"), "o", ms=6, color=BLUE)
@@ -200,8 +222,11 @@ def accuracy() -> Figure:
         axis.set_title(NAMES[network], fontsize=10)
         axis.margins(0.18)
     axes[0].set_ylabel("accuracy (%)")
-    for mark, colour, label in (("o", BLUE, "polarprune"), ("s", ORANGE, "GDP, as published"),
-                                ("x", GREY, "others, as published there")):  # fmt: skip
+    for mark, colour, label in (
+        ("o", BLUE, "polarprune"),
+        ("s", ORANGE, "GDP, as published"),
+        ("x", GREY, "others, as published there"),
+    ):
         axes[2].plot([], [], mark, color=colour, label=label)
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
     return figure
@@ -231,11 +256,19 @@ def headline() -> list[str]:
 def imagenet() -> Figure:
     """The paper's published curves for ImageNet; we have no runs on it."""
     figure, (axis,) = panels(1, 4.4, 3.2)
-    for network, (colour, dash, mark) in zip(("resnet50", "mobilenet_v2", "mobilenet_v1"), STYLES,
-                                             strict=False):  # fmt: skip
+    for network, (colour, dash, mark) in zip(
+        ("resnet50", "mobilenet_v2", "mobilenet_v1"), STYLES, strict=False
+    ):
         row = PAPER["imagenet"][network]
-        axis.plot(row["ratio"], row["accuracy"], dash, marker=mark, ms=5, color=colour,
-                  label=NAMES[network])  # fmt: skip
+        axis.plot(
+            row["ratio"],
+            row["accuracy"],
+            dash,
+            marker=mark,
+            ms=5,
+            color=colour,
+            label=NAMES[network],
+        )
         axis.plot(100, row["baseline"], mark, ms=6, color=colour, mfc="white")
     axis.set(xlabel="FLOPs left (%); open marks: baselines", ylabel="top-1 accuracy (%)")
     axis.legend(frameon=False)
@@ -269,26 +302,36 @@ def consistency() -> Figure:
     axis.plot(x, y, "o", color=BLUE)
     for k, (name, *at) in enumerate(zip(names, x, y, strict=True)):
         aside = (-6, 2 - 8 * (k % 2)) if at[0] > statistics.mean(x) - 5 else (6, -3)
-        axis.annotate(f"λ = {name.removeprefix('ablation-lam')}", at, fontsize=8, xytext=aside,
-                      textcoords="offset points", color=GREY,
-                      ha="right" if aside[0] < 0 else "left")  # fmt: skip
+        axis.annotate(
+            f"λ = {name.removeprefix('ablation-lam')}",
+            at,
+            fontsize=8,
+            xytext=aside,
+            textcoords="offset points",
+            color=GREY,
+            ha="right" if aside[0] < 0 else "left",
+        )
     axis.set(xlabel="super-net, before removal (%)", ylabel="sub-net, after fine-tuning (%)")
-    axis.set_title(f"correlation {found:.3f} (paper: {PAPER['imagenet']['correlation']})",
-                   fontsize=10)  # fmt: skip
+    axis.set_title(
+        f"correlation {found:.3f} (paper: {PAPER['imagenet']['correlation']})", fontsize=10
+    )
     axis.margins(0.15)
     return figure
 
 
 def decays() -> dict[float, float]:
     """Return the accuracy for each decay of ε per epoch."""
-    return {float(n.removeprefix("ablation-decay")): score(n, "after removal")
-            for n in ablations("decay")}  # fmt: skip
+    return {
+        float(n.removeprefix("ablation-decay")): score(n, "after removal")
+        for n in ablations("decay")
+    }
 
 
 def starts() -> dict[float, float]:
     """Return the accuracy for each initial ε; a run of `decays` has the default one."""
-    found = {float(n.removeprefix("ablation-eps")): score(n, "after removal")
-             for n in ablations("eps")}  # fmt: skip
+    found = {
+        float(n.removeprefix("ablation-eps")): score(n, "after removal") for n in ablations("eps")
+    }
     return dict(sorted({**found, EPS_START: decays()[DECAY]}.items()))
 
 
@@ -312,9 +355,12 @@ def epsilon() -> Figure:
 
 
 METHODS = {
-    "reference": "GDP", "sweeps3": "GDP, N = 3", "scratch": "GDP from scratch",
-    "kernel-gates": "gates from kernel norms", "naive-sl0": "naive SL0",
-}  # fmt: skip
+    "reference": "GDP",
+    "sweeps3": "GDP, N = 3",
+    "scratch": "GDP from scratch",
+    "kernel-gates": "gates from kernel norms",
+    "naive-sl0": "naive SL0",
+}
 
 
 def variant_scores() -> dict[str, float]:
@@ -357,17 +403,29 @@ def norm() -> Figure:
     axis.set(xlabel="initial α", ylabel="MACs left (%)", ylim=(0, 103))
     axis.set_xticks(sorted(ALPHAS))
     figure.legend(
-        frameon=False, loc="outside upper center", ncols=3, columnspacing=1, handlelength=1.6,
+        frameon=False,
+        loc="outside upper center",
+        ncols=3,
+        columnspacing=1,
+        handlelength=1.6,
         fontsize=9,
-    )  # fmt: skip
+    )
     return figure
 
 
 FIGURES: dict[str, Callable[[], Figure]] = {
-    "gate": gate, "algorithm1": algorithm1, "histograms": histograms, "lasso": lasso,
-    "stability": stability, "accuracy": accuracy, "imagenet": imagenet,
-    "consistency": consistency, "epsilon": epsilon, "variants": variants, "norm": norm,
-}  # fmt: skip
+    "gate": gate,
+    "algorithm1": algorithm1,
+    "histograms": histograms,
+    "lasso": lasso,
+    "stability": stability,
+    "accuracy": accuracy,
+    "imagenet": imagenet,
+    "consistency": consistency,
+    "epsilon": epsilon,
+    "variants": variants,
+    "norm": norm,
+}
 
 
 def main(names: list[str]) -> list[str]:

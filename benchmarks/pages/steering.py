@@ -1,4 +1,4 @@
-"""The section on following the budget path in docs/results.md, and its two figures.
+"""The section on steering in docs/results.md, and its two figures.
 
 The numbers are from steering.json (see measure/steering.py) and from the logs in results/:
 
