@@ -13,17 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from benchmarks import store
 from benchmarks.measure.experiments import ALPHAS, DECAY, EXPERIMENTS, NORMS
+from benchmarks.pages.equation_figures import algorithm1, gate
+from benchmarks.pages.figure_style import BLUE, GREY, ORANGE, STYLES, panels
 from benchmarks.store import ROOT, read_numbers
-from polarprune.gates.gate import EPS_START, gate_slope, gate_value
+from polarprune.gates.gate import EPS_START
 from polarprune.report.plots import bars
-from polarprune.training.proximal import prox_l1
 
 RESULTS, OUT = ROOT / "results", store.FIGURES
 PAPER = read_numbers("paper")
@@ -35,10 +34,7 @@ NAMES = {
     "mobilenet_v2": "MobileNetV2",
     "resnet50": "ResNet-50",
 }
-# Okabe and Ito's colours, which colour-blind readers can tell apart; marks and dashes for grey.
-BLUE, ORANGE, GREEN, PINK, GREY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#767676"
-STYLES = ((BLUE, "-", "o"), (ORANGE, "--", "s"), (GREEN, ":", "^"), (PINK, "-.", "D"))
-LABEL_OFFSETS = {  # of labels that would overlap
+LABEL_OFFSETS = {  # of labels that would overlap otherwise
     ("resnet56", "PFS"): (4, -10),
     ("resnet56", "ABCPruner"): (-50, -10),
     ("resnet56", "SCOP"): (-30, 3),
@@ -79,62 +75,6 @@ def score(name: str, stage: str) -> float:
 
 def ratio(name: str) -> float:
     return 100 * float(card(name)["macs_share"])
-
-
-def panels(count: int, width: float = 3.4, height: float = 2.8) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(width * count, height), layout="constrained")
-    axes = list(figure.subplots(1, count, squeeze=False)[0])
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(color="#e5e5e5", lw=0.6)
-        axis.set_axisbelow(True)
-    return figure, axes
-
-
-# --- without training -----------------------------------------------------------------------------
-
-
-def gate() -> Figure:
-    """g and its derivative for some ε."""
-    figure, (left, right) = panels(2)
-    alpha = torch.linspace(-1.2, 1.2, 1201, dtype=torch.float64)
-    for eps, (colour, dash, _) in zip((0.1, 0.01, 0.001), STYLES, strict=False):
-        left.plot(alpha, gate_value(alpha, eps), dash, color=colour, label=f"ε = {eps:g}")
-        right.plot(alpha, gate_slope(alpha, eps), dash, color=colour, label=f"ε = {eps:g}")
-    left.set(xlabel="α", ylabel="g(α) = α² / (α² + ε)")
-    right.set(xlabel="α", ylabel="dg / dα")
-    left.legend(frameon=False)
-    return figure
-
-
-def sweeps() -> dict[str, list[float]]:
-    """The paper's example: f(x, y) = ½(‖x - u‖² + ‖y - v‖²) + c ‖x‖₀ ‖y‖₀, after 0, 1, … sweeps."""
-    u, v, c = [0.1, 0.2], [-0.3, 0.5, 0.6], 0.01
-    starts = {"init 1": [0.1, 0.8, 0.7, 0.3, 0.8], "init 2": [0.4, 0.1, 0.7, 0.5, 0.0]}
-    aim, owner = torch.tensor(u + v).double(), torch.tensor([0, 0, 1, 1, 1])
-    q, b = torch.tensor([[0, c], [c, 0]]).double(), torch.zeros(2).double()
-
-    def value(x: torch.Tensor) -> float:
-        live = [int((x[owner == k] != 0).sum()) for k in (0, 1)]
-        return float(0.5 * ((x - aim) ** 2).sum() + c * live[0] * live[1])
-
-    found = {}
-    for name, start in starts.items():
-        first = torch.tensor(start).double()
-        found[name] = [value(first)]
-        found[name] += [
-            value(prox_l1(aim, owner, q, b, 1.0, sweeps=n, start=first)) for n in range(1, 7)
-        ]
-    return found
-
-
-def algorithm1() -> Figure:
-    figure, (axis,) = panels(1)
-    for (name, values), (colour, dash, mark) in zip(sweeps().items(), STYLES, strict=False):
-        axis.plot(range(len(values)), values, dash, marker=mark, color=colour, label=name)
-    axis.set(xlabel="sweeps of Algorithm 1", ylabel="f(x, y)")
-    axis.legend(frameon=False)
-    return figure
 
 
 # --- from the runs of the table -------------------------------------------------------------------

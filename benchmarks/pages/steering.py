@@ -16,7 +16,8 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from benchmarks.measure.steering import APART, LANDED, RISE, broken, read
 from benchmarks.pages import figures
-from benchmarks.pages.figures import BLUE, GREEN, GREY, ORANGE, PINK, Missing, card, log
+from benchmarks.pages.figure_style import BLUE, GREEN, GREY, ORANGE, PINK
+from benchmarks.pages.figures import Missing, card, log
 
 NAMES = {
     **figures.NAMES,
