@@ -1,7 +1,7 @@
 """Claim: half of the MACs, set in advance and met, and removal changes no prediction.
 
-Three seeds of the demonstration; writes numbers/demo.json (the result with hardware, versions and
-number of runs) and the table in README.md:
+Runs the demonstration with three seeds. Writes numbers/demo.json (the result with hardware,
+versions and number of runs) and the table in README.md:
 
     python -m benchmarks.measure.demo
 """

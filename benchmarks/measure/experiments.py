@@ -58,12 +58,12 @@ class Experiment(NamedTuple):
 
     @property
     def is_baseline(self) -> bool:
-        """Whether nothing is pruned."""
+        """True if nothing is pruned."""
         return not (self.macs or self.lam or self.aim)
 
     @property
     def kind(self) -> str:
-        """The kind of its data."""
+        """The kind of data, such as "cifar10"."""
         return PRESETS[self.preset].data
 
     def arguments(self, data: str, given: argparse.Namespace, name: str) -> list[str]:
@@ -127,7 +127,7 @@ CLAIMS = (("resnet56", 0.4665), ("resnet56", 0.3436), ("vgg16", 0.3055), ("mobil
 
 
 def short(*change: str, **options: Any) -> Experiment:
-    """An ablation: a few epochs from the baseline of the table, without a teacher."""
+    """Return an ablation: a few epochs from the baseline of the table, without a teacher."""
     changes = (f"epochs={SHORT}", "distill=0", *change)
     usual = {"after": COMMON, "change": changes}
     return Experiment(
@@ -136,9 +136,9 @@ def short(*change: str, **options: Any) -> Experiment:
 
 
 def plain(*change: str, decay: float = DECAY, **options: Any) -> Experiment:
-    """An ablation in the paper's plain mode: a fixed λ and the proximal step as published.
+    """Return an ablation in the paper's plain mode: a fixed λ and the published proximal step.
 
-    ε falls once an epoch, and ends where it did in the paper's longer runs.
+    ε decays once an epoch, to the same final value as in the paper's longer runs.
     """
     schedule = as_published(decay ** (PAPER / SHORT), IMAGES // PRESETS["resnet56"].batch)
     return short(*schedule, *change, **{"lam": LAMBDA, **options})
@@ -155,7 +155,7 @@ def as_published(decay: float, every: int) -> tuple[str, ...]:
 
 
 def compared(method: str, *change: str) -> Experiment:
-    """A run that compares a method with the others."""
+    """Return a run of the comparison of methods."""
     changes = (f"epochs={COMPARED}", *change)
     return Experiment("resnet56", 0.4665, method=method, after=COMMON, tune=TUNED, change=changes)
 

@@ -7,7 +7,7 @@ def recurrent(name: str) -> Any:
     from torch import nn
 
     class Speech(nn.Module):
-        """Convolutions over time, a GRU, letters for every step."""
+        """Convolutions over time, a GRU, and scores of letters for every time step."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -26,7 +26,7 @@ def recurrent(name: str) -> Any:
             return self.head(self.gru(self.front(x).transpose(1, 2))[0])
 
     class Words(nn.Module):
-        """Words through an LSTM; one answer per text, or per word when it runs both ways."""
+        """An LSTM over words: one output for each text, or for each word if it is bidirectional."""
 
         def __init__(self, both_ways: bool) -> None:
             super().__init__()
