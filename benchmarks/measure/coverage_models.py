@@ -1,12 +1,11 @@
-"""The models that coverage.py looks at: random weights, small inputs, nothing is downloaded.
+"""The models that model_coverage.py measures: random weights, small inputs, nothing is downloaded.
 
-`names()` lists them as library/model; `make(name)` imports that library alone and gives the model
-and its example inputs. Inputs are as small as the model allows.
+`names()` lists them as library/model. `make(name)` imports only that library and returns the model
+and its example inputs, which are as small as the model allows.
 """
 
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,24 +14,40 @@ from unittest import mock
 
 from benchmarks.measure.import_torchvision import import_torchvision
 from benchmarks.measure.recurrent_models import recurrent
+from benchmarks.measure.transformers_models import TRANSFORMERS, make_transformers
 
 Made = tuple[Any, Any]
 
-# torchvision: pixels where 64 is too few, and what its builders take to work on small images.
-VISION_SIZE = {"maxvit": 224, "inception": 299, "raft": 128, "s3d": 209, "vit_h_14": 56,
-               "ssd300": 300, "ssdlite320": 320, "rcnn": 96, "retinanet": 96,
-               "fcos": 96}  # fmt: skip
+# torchvision: image sizes where 64 pixels are too few, and options for detection on small images.
+VISION_SIZE = {
+    "maxvit": 224,
+    "inception": 299,
+    "raft": 128,
+    "s3d": 209,
+    "vit_h_14": 56,
+    "ssd300": 300,
+    "ssdlite320": 320,
+    "rcnn": 96,
+    "retinanet": 96,
+    "fcos": 96,
+}
 ONE_STAGE = {"score_thresh": 0.0, "detections_per_img": 4, "topk_candidates": 16}
-TWO_STAGE = {"rpn_pre_nms_top_n_test": 24, "rpn_post_nms_top_n_test": 12, "box_score_thresh": 0.0,
-             "box_detections_per_img": 4, "rpn_nms_thresh": 1.0}  # fmt: skip
+TWO_STAGE = {
+    "rpn_pre_nms_top_n_test": 24,
+    "rpn_post_nms_top_n_test": 12,
+    "box_score_thresh": 0.0,
+    "box_detections_per_img": 4,
+    "rpn_nms_thresh": 1.0,
+}
 
-# timm: pixels where 64 is too few, by the start of the name; the smallest models of every family.
+# timm: image sizes where 64 pixels are too few (batch norms would see two values), by a pattern of
+# the name, and the smallest models of every family.
 TIMM_SIZE = {
     "inception_(v|res)": 160,
     "deepseek|efficientformer_|halor": 224,
     "bat_|.*halo": 256,
     "efficientvim": 128,
-}  # fmt: skip  (else batch norms of two values)
+}
 TIMM = """
     bat_resnext26ts beit_base_patch16_224 beitv2_base_patch16_224 botnet26t_256 caformer_s18
     cait_xxs24_224 coat_lite_tiny coat_tiny coatnet_0_224 coatnet_nano_cc_224
@@ -76,86 +91,6 @@ TIMM = """
     vit_tiny_patch16_dinov3_qkvb vit_tiny_r_s16_p8_224 vitamin_small_224 volo_d1_224 vovnet39a
     xception41 xception41p xcit_nano_12_p16_224 xcit_nano_12_p8_224
 """
-# transformers: name -> model, configuration, its options, example inputs by keyword. Small, but so
-# deep that patches, words and labels cost as little beside the blocks as they do in real models.
-ENCODER = {"vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
-           "intermediate_size": 256, "max_position_embeddings": 64}  # fmt: skip
-DECODER = {**ENCODER, "num_key_value_heads": 2, "use_cache": False, "pad_token_id": 0}
-GEMMA = {**DECODER, "head_dim": 16}
-EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
-BOTH = {"vocab_size": 99, "d_model": 64, "encoder_layers": 4, "decoder_layers": 4,
-        "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 256,
-        "decoder_ffn_dim": 256, "use_cache": False}  # fmt: skip
-TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-VIT = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "image_size": 32,
-       "intermediate_size": 256, "patch_size": 8}  # fmt: skip
-TEXT = {"input_ids": (12,), "attention_mask": (12,)}
-WORDS = {"input_ids": (12,)}
-PAIR = {"input_ids": (12,), "decoder_input_ids": (8,)}
-IMAGE = {"pixel_values": (3, 32, 32)}
-LARGER = {"pixel_values": (3, 64, 64)}
-TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], dict[str, tuple[int, ...]]]] = {
-    "bart": ("BartForConditionalGeneration", "BartConfig", BOTH | TOKENS, PAIR),
-    "bert": ("BertForSequenceClassification", "BertConfig", ENCODER, TEXT),
-    "bert-mlm": ("BertForMaskedLM", "BertConfig", ENCODER, TEXT),
-    "clip": ("CLIPModel", "CLIPConfig",
-             {"text_config": ENCODER | TOKENS, "vision_config": VIT, "projection_dim": 24},
-             TEXT | IMAGE),
-    "convnext": ("ConvNextForImageClassification", "ConvNextConfig",
-                 {"hidden_sizes": [16, 32, 64, 128], "depths": [2, 2, 4, 2]}, LARGER),
-    "deit": ("DeiTForImageClassification", "DeiTConfig", VIT, IMAGE),
-    "detr": ("DetrForObjectDetection", "DetrConfig",
-             {**BOTH, "num_queries": 5, "backbone_config": "ResNetConfig"}, LARGER),
-    "distilbert": ("DistilBertForSequenceClassification", "DistilBertConfig",
-                   {"vocab_size": 99, "dim": 64, "n_layers": 4, "n_heads": 4, "hidden_dim": 256,
-                    "max_position_embeddings": 64}, TEXT),
-    "gemma": ("GemmaForCausalLM", "GemmaConfig", GEMMA, WORDS),
-    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", GEMMA, WORDS),
-    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", GEMMA, WORDS),
-    "gpt2": ("GPT2LMHeadModel", "GPT2Config",
-             {"vocab_size": 99, "n_positions": 64, "n_embd": 64, "n_layer": 4, "n_head": 4,
-              "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}, WORDS),
-    "llama": ("LlamaForCausalLM", "LlamaConfig", DECODER, WORDS),
-    "mistral": ("MistralForCausalLM", "MistralConfig", DECODER, WORDS),
-    "mixtral": ("MixtralForCausalLM", "MixtralConfig",
-                {**DECODER, **EXPERTS, "num_local_experts": 4}, WORDS),
-    "mobilevit": ("MobileViTForImageClassification", "MobileViTConfig",
-                  {"image_size": 64, "hidden_sizes": [32, 48, 64], "num_attention_heads": 4,
-                   "initializer_range": 0.2,
-                   "neck_hidden_sizes": [8, 16, 24, 32, 48, 64, 128]}, LARGER),
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", DECODER, WORDS),
-    "qwen2_moe": ("Qwen2MoeForCausalLM", "Qwen2MoeConfig",
-                  {**DECODER, **EXPERTS, "num_experts": 4, "moe_intermediate_size": 64,
-                   "shared_expert_intermediate_size": 128}, WORDS),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**DECODER, "head_dim": 16}, WORDS),
-    "roberta": ("RobertaForSequenceClassification", "RobertaConfig", ENCODER, TEXT),
-    "segformer": ("SegformerForSemanticSegmentation", "SegformerConfig",
-                  {"depths": [2, 2, 2, 2], "hidden_sizes": [16, 32, 64, 128],
-                   "num_attention_heads": [1, 2, 4, 8], "decoder_hidden_size": 64}, LARGER),
-    "swin": ("SwinForImageClassification", "SwinConfig",
-             {"image_size": 32, "patch_size": 2, "embed_dim": 32, "depths": [2, 2, 4],
-              "num_heads": [2, 4, 8], "window_size": 4}, IMAGE),
-    "t5": ("T5ForConditionalGeneration", "T5Config",
-           {**TOKENS, "vocab_size": 99, "d_model": 64, "d_kv": 16, "d_ff": 256, "num_layers": 4,
-            "num_heads": 4, "use_cache": False}, PAIR),
-    "vit": ("ViTForImageClassification", "ViTConfig", VIT, IMAGE),
-    "vocoder": ("SpeechT5HifiGan", "SpeechT5HifiGanConfig",
-                {"upsample_initial_channel": 64, "upsample_rates": [4, 4],
-                 "upsample_kernel_sizes": [8, 8]}, {"spectrogram": (20, 80)}),
-    "wav2vec2": ("Wav2Vec2ForCTC", "Wav2Vec2Config",
-                 {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
-                  "intermediate_size": 256, "conv_dim": [32, 32, 32], "conv_stride": [4, 2, 2],
-                  "conv_kernel": [8, 3, 3], "num_feat_extract_layers": 3, "vocab_size": 30,
-                  "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4},
-                 {"input_values": (800,)}),
-    "whisper": ("WhisperForConditionalGeneration", "WhisperConfig",
-                {**BOTH, **TOKENS, "num_mel_bins": 16, "max_source_positions": 30,
-                 "max_target_positions": 30, "begin_suppress_tokens": None},
-                {"input_features": (16, 60), "decoder_input_ids": (8,)}),
-}  # fmt: skip
-# What these are used for; they return the states of their encoders beside it.
-ANSWERS = {"bart": ("logits",), "clip": ("logits_per_image",), "detr": ("logits", "pred_boxes"),
-           "t5": ("logits",), "whisper": ("logits",)}  # fmt: skip
 
 SMP = [
     f"{network}-{encoder}"
@@ -166,7 +101,7 @@ RNN = {"gru_speech": (16, 60), "lstm_tagger": (20,), "lstm_text": (20,)}  # and 
 
 
 def names() -> list[str]:
-    """All models, library by library."""
+    """Return the names of all models, library by library."""
     lists = {
         "torchvision": import_torchvision().models.list_models(),
         "timm": TIMM.split(),
@@ -180,17 +115,17 @@ def names() -> list[str]:
 
 
 def make(name: str) -> Made:
-    """The model and its example inputs."""
+    """Return the model of a name, and its example inputs."""
     library, _, model = name.partition("/")
-    maker: Callable[[str], Made] = getattr(sys.modules[__name__], f"make_{library}")
-    return maker(model)
+    return MAKERS[library](model)
 
 
 def kind(name: str, model: Any, example: Any) -> str:
-    """By the norms on its way: layer norms make a transformer (or mixer), unless it convolves.
+    """Return the kind of a model: "conv", "transformer", "hybrid" or "other".
 
-    Channels of the stream are all there where convolutions of a transformer read or write them: at
-    10 % of the MACs these alone leave 10 % + 90 % / 2 = 55 %, and it is a hybrid.
+    A model with mostly layer norms is a transformer (or a mixer). It is a hybrid if convolutions
+    take 10 % of its MACs or more: all channels of the residual stream remain where they read or
+    write it, so 10 % + 90 % / 2 = 55 % of the MACs are left even if the rest is halved.
     """
     library, _, bare = name.partition("/")
     if library == "rnn":
@@ -206,7 +141,7 @@ def kind(name: str, model: Any, example: Any) -> str:
 
 
 def convolved(model: Any, example: Any) -> float:
-    """The share of the MACs that are in convolutions over more than one pixel."""
+    """Return the share of the MACs in convolutions over more than one pixel."""
     from polarprune.tracing.recorder import record
 
     ops = record(model, example, training=False).ops
@@ -215,6 +150,7 @@ def convolved(model: Any, example: Any) -> float:
 
 
 def make_torchvision(name: str) -> Made:
+    """Return a model of torchvision and its example inputs."""
     import torch
 
     vision = import_torchvision().models
@@ -243,7 +179,7 @@ def make_torchvision(name: str) -> Made:
 
 
 def _small_mvit(size: int) -> Any:
-    """The builders of MViT take no sizes of images; the class does."""
+    """Make the builders of MViT use small inputs: only the class takes their size."""
     from torchvision.models.video import mvit
 
     small = {"spatial_size": (size, size), "temporal_size": 8}
@@ -252,13 +188,14 @@ def _small_mvit(size: int) -> Any:
 
 
 def _grid_like_images(model: Any, inputs: tuple[Any, ...]) -> None:
-    """RAFT's grid of pixels is float32 whatever its images are; here it follows them."""
+    """Give RAFT's grid of pixels, which is always float32, the dtype of the images."""
     from torchvision.models.optical_flow import _utils, raft
 
     raft.make_coords_grid = lambda *size: _utils.make_coords_grid(*size).to(inputs[0])
 
 
 def make_timm(name: str) -> Made:
+    """Return a model of timm and its example inputs."""
     import torch
 
     import_torchvision()
@@ -278,56 +215,12 @@ def make_timm(name: str) -> Made:
 
 
 def _distances_like_input(module: Any, inputs: tuple[Any, ...]) -> None:
-    """ConViT keeps a table in the dtype that it first ran in; here it follows the input."""
+    """Give ConViT's table, which keeps the dtype of its first run, the dtype of the input."""
     module.rel_indices = module.rel_indices.to(inputs[0])
 
 
-def make_transformers(name: str) -> Made:
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    import_torchvision()
-    import transformers
-
-    network, config, options, shapes = TRANSFORMERS[name]
-    if "backbone_config" in options:
-        backbone = transformers.ResNetConfig(
-            embedding_size=16, hidden_sizes=[16, 32, 64, 128], depths=[2, 2, 2, 2],
-            layer_type="basic", out_features=["stage4"],
-        )  # fmt: skip
-        options = {**options, "backbone_config": backbone}
-    model = getattr(transformers, network)(getattr(transformers, config)(**options))
-    if name in ANSWERS:
-        model = _answering(model, ANSWERS[name])
-    return model, {key: _example(key, shape) for key, shape in shapes.items()}
-
-
-def _answering(model: Any, keys: tuple[str, ...]) -> Any:
-    """A model that returns these of its outputs alone: what is an output stays whole."""
-    from torch import nn
-
-    class Answer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, **inputs: Any) -> Any:
-            out = self.model(**inputs)
-            return tuple(out[key] for key in keys)
-
-    return Answer()
-
-
-def _example(key: str, shape: tuple[int, ...]) -> Any:
-    """Two samples: words, which of them count, or numbers."""
-    import torch
-
-    if key.endswith("input_ids"):
-        return torch.randint(3, 99, (2, *shape))
-    if key == "attention_mask":
-        return torch.ones(2, *shape, dtype=torch.int64)
-    return torch.randn(2, *shape)
-
-
 def make_diffusers(name: str) -> Made:
+    """Return a model of diffusers and its example inputs."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import_torchvision()
     import torch
@@ -336,21 +229,33 @@ def make_diffusers(name: str) -> Made:
     steps = torch.tensor([3, 7])
     if name == "dit":
         model = DiTTransformer2DModel(
-            num_attention_heads=4, attention_head_dim=8, in_channels=4, out_channels=8,
-            num_layers=2, sample_size=8, patch_size=2, num_embeds_ada_norm=10, norm_num_groups=8,
-        )  # fmt: skip
+            num_attention_heads=4,
+            attention_head_dim=8,
+            in_channels=4,
+            out_channels=8,
+            num_layers=2,
+            sample_size=8,
+            patch_size=2,
+            num_embeds_ada_norm=10,
+            norm_num_groups=8,
+        )
         image = torch.randn(2, 4, 8, 8)
         labels = torch.tensor([1, 2])
         return model, {"hidden_states": image, "timestep": steps, "class_labels": labels}
     model = UNet2DModel(
-        sample_size=16, block_out_channels=(16, 32), layers_per_block=1, norm_num_groups=8,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"), attention_head_dim=8,
+        sample_size=16,
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        norm_num_groups=8,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        attention_head_dim=8,
         up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-    )  # fmt: skip
+    )
     return model, {"sample": torch.randn(2, 3, 16, 16), "timestep": steps}
 
 
 def make_smp(name: str) -> Made:
+    """Return a model of segmentation_models_pytorch and its example inputs."""
     import torch
 
     import_torchvision()
@@ -362,6 +267,7 @@ def make_smp(name: str) -> Made:
 
 
 def make_ultralytics(name: str) -> Made:
+    """Return a model of ultralytics and its example inputs."""
     os.environ.setdefault("YOLO_OFFLINE", "true")
     os.environ.setdefault("YOLO_CONFIG_DIR", tempfile.gettempdir())
     import torch
@@ -373,8 +279,20 @@ def make_ultralytics(name: str) -> Made:
 
 
 def make_rnn(name: str) -> Made:
+    """Return a recurrent network and its example inputs."""
     import torch
 
     shape = RNN[name]
     words = torch.randint(0, 99, (2, *shape)) if len(shape) == 1 else torch.randn(2, *shape)
     return recurrent(name), words
+
+
+MAKERS: dict[str, Callable[[str], Made]] = {
+    "torchvision": make_torchvision,
+    "timm": make_timm,
+    "transformers": make_transformers,
+    "diffusers": make_diffusers,
+    "smp": make_smp,
+    "ultralytics": make_ultralytics,
+    "rnn": make_rnn,
+}

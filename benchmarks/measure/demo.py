@@ -1,7 +1,7 @@
 """Claim: half of the MACs, set in advance and met, and removal changes no prediction.
 
-Three seeds of the demonstration; writes numbers/demo.json (the result with hardware, versions and
-number of runs) and the table in README.md:
+Runs the demonstration with three seeds. Writes numbers/demo.json (the result with hardware,
+versions and number of runs) and the table in README.md:
 
     python -m benchmarks.measure.demo
 """
@@ -24,8 +24,12 @@ def measure() -> dict:
         facts["relative_difference"] = max(report.proof.values())
         runs.append({**facts, **report.results})
         print(f"seed {seed}: {[row['accuracy'] for row in report.results['table']]}")
-    return {"claim": __doc__.split("\n\n")[0], "budget": Settings.budget, **environment(),
-            "runs": runs}  # fmt: skip
+    return {
+        "claim": __doc__.split("\n\n")[0],
+        "budget": Settings.budget,
+        **environment(),
+        "runs": runs,
+    }
 
 
 def spread(values: list[float], form: str) -> str:

@@ -1,11 +1,10 @@
 """How long an epoch of CIFAR-10 takes on a GPU.
 
-Seconds of an epoch of `polarprune train` (crops and flips on the device, the whole step captured in
-a CUDA graph), on 50,000 random images: plain, gated, and gated with a teacher; with and without
-torch.compile; and several trainings at once, each in its own process (NVIDIA's multi-process
-service should let their kernels share the GPU).
-The first epoch, in which code is compiled and captured, does not count. Stored in
-numbers/epochs.json:
+Measures the seconds of an epoch of `polarprune train` on 50,000 random images. Crops and flips are
+made on the device, and the complete step is captured in a CUDA graph. The network is plain, gated,
+or gated with a teacher, with or without torch.compile. Several trainings can run at once, each in
+its own process (start NVIDIA's multi-process service to let their kernels share the GPU). The first
+epoch, in which code is compiled and captured, is not counted. Writes numbers/epochs.json:
 
     python -m benchmarks.measure.epochs resnet56 --kind plain
     python -m benchmarks.measure.epochs resnet56 --kind taught --compiled --together 4
@@ -33,7 +32,7 @@ EPOCHS = 200  # of a run, for its schedule
 
 
 def seconds(given: argparse.Namespace) -> float:
-    """Of an epoch, here and now."""
+    """Return the seconds of an epoch in this process."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.backends.cudnn.benchmark = True
     torch.manual_seed(0)
@@ -51,9 +50,14 @@ def seconds(given: argparse.Namespace) -> float:
         steps = EPOCHS * batches.per_epoch
         pruner = Pruner(model, normalised(images.x[:2]), macs=0.4665, steps=steps)
     trainer = Trainer(
-        model, batches, wanted, epochs=EPOCHS, lr=0.01, pruner=pruner,
+        model,
+        batches,
+        wanted,
+        epochs=EPOCHS,
+        lr=0.01,
+        pruner=pruner,
         teacher=teacher if given.kind == "taught" else None,
-    )  # fmt: skip
+    )
     trainer.epoch()
     taken = []
     for _ in range(given.epochs):

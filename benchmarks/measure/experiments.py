@@ -58,17 +58,21 @@ class Experiment(NamedTuple):
 
     @property
     def is_baseline(self) -> bool:
-        """Whether nothing is pruned."""
+        """True if nothing is pruned."""
         return not (self.macs or self.lam or self.aim)
 
     @property
     def kind(self) -> str:
-        """The kind of its data."""
+        """The kind of data, such as "cifar10"."""
         return PRESETS[self.preset].data
 
     def arguments(self, data: str, given: argparse.Namespace, name: str) -> list[str]:
-        goal = [part for key in ("macs", "lam") if getattr(self, key)
-                for part in (f"--{key}", str(getattr(self, key)))]  # fmt: skip
+        goal = [
+            part
+            for key in ("macs", "lam")
+            if getattr(self, key)
+            for part in (f"--{key}", str(getattr(self, key)))
+        ]
         if self.aim:
             goal += ["--lam", f"{self.found_lambda(given.results):.4g}"]
         if self.start:
@@ -77,17 +81,30 @@ class Experiment(NamedTuple):
             goal += ["--hold-out", str(self.hold_out)]
         changes = [f"tune_epochs={self.tune}", *self.change]
         return [
-            "train", self.preset, "--data", data, *goal, "--seed", str(self.seed),
-            "--method", self.method, "--out", str(given.runs / name),
-            "--baseline", str(baseline(self.after or name, given)),
+            "train",
+            self.preset,
+            "--data",
+            data,
+            *goal,
+            "--seed",
+            str(self.seed),
+            "--method",
+            self.method,
+            "--out",
+            str(given.runs / name),
+            "--baseline",
+            str(baseline(self.after or name, given)),
             *(part for change in changes for part in ("--set", change)),
-        ]  # fmt: skip
+        ]
 
     def found_lambda(self, folder: Path) -> float:
         """Return the λ that should leave `aim`, estimated from stored short runs."""
         files = folder.glob(f"{self.search}*/card.json")
-        return lambda_for(self.aim, [json.loads(f.read_text(encoding="utf-8")) for f in files],
-                          PRESETS[self.preset].epochs)  # fmt: skip
+        return lambda_for(
+            self.aim,
+            [json.loads(f.read_text(encoding="utf-8")) for f in files],
+            PRESETS[self.preset].epochs,
+        )
 
 
 COMMON = "baseline-resnet56"
@@ -110,7 +127,7 @@ CLAIMS = (("resnet56", 0.4665), ("resnet56", 0.3436), ("vgg16", 0.3055), ("mobil
 
 
 def short(*change: str, **options: Any) -> Experiment:
-    """An ablation: a few epochs from the baseline of the table, without a teacher."""
+    """Return an ablation: a few epochs from the baseline of the table, without a teacher."""
     changes = (f"epochs={SHORT}", "distill=0", *change)
     usual = {"after": COMMON, "change": changes}
     return Experiment(
@@ -119,9 +136,9 @@ def short(*change: str, **options: Any) -> Experiment:
 
 
 def plain(*change: str, decay: float = DECAY, **options: Any) -> Experiment:
-    """An ablation in the paper's plain mode: a fixed λ and the proximal step as published.
+    """Return an ablation in the paper's plain mode: a fixed λ and the published proximal step.
 
-    ε falls once an epoch, and ends where it did in the paper's longer runs.
+    ε decays once an epoch, to the same final value as in the paper's longer runs.
     """
     schedule = as_published(decay ** (PAPER / SHORT), IMAGES // PRESETS["resnet56"].batch)
     return short(*schedule, *change, **{"lam": LAMBDA, **options})
@@ -130,12 +147,15 @@ def plain(*change: str, decay: float = DECAY, **options: Any) -> Experiment:
 def as_published(decay: float, every: int) -> tuple[str, ...]:
     """Return `Schedule.paper` as changes of a preset."""
     wanted = asdict(Schedule.paper(decay=decay, every=every))
-    return tuple(f"schedule.{key}={json.dumps(value)}" for key, value in wanted.items()
-                 if value != getattr(Schedule(), key))  # fmt: skip
+    return tuple(
+        f"schedule.{key}={json.dumps(value)}"
+        for key, value in wanted.items()
+        if value != getattr(Schedule(), key)
+    )
 
 
 def compared(method: str, *change: str) -> Experiment:
-    """A run that compares a method with the others."""
+    """Return a run of the comparison of methods."""
     changes = (f"epochs={COMPARED}", *change)
     return Experiment("resnet56", 0.4665, method=method, after=COMMON, tune=TUNED, change=changes)
 
@@ -152,9 +172,7 @@ EXPERIMENTS = {
     "vgg16-31": Experiment("vgg16", 0.3055, ships="vgg16-31"),
     "mobilenetv2-54": Experiment("mobilenetv2", 0.5378, ships="mobilenetv2-54"),
     "mobilenetv2_88m-54": Experiment("mobilenetv2_88m", 0.5378, ships="mobilenetv2_88m-54"),
-    **{
-        f"resnet56-47-{method}": compared(method) for method in ("gdp", *METHODS)
-    },
+    **{f"resnet56-47-{method}": compared(method) for method in ("gdp", *METHODS)},
     **{
         f"resnet56-47-strong-{method}": compared(
             method, f"controls.{method.replace('-', '_')}={strength}"
@@ -164,7 +182,8 @@ EXPERIMENTS = {
     "voc-backbone": Experiment("deeplab_backbone"),
     **{
         f"voc-{percent}": Experiment(
-            "deeplabv3plus-scratch", percent / 100,
+            "deeplabv3plus-scratch",
+            percent / 100,
             **({"start": "voc-backbone"} if percent == VOC[0] else {"after": f"voc-{VOC[0]}"}),
         )
         for percent in VOC
@@ -172,7 +191,8 @@ EXPERIMENTS = {
     "style-48": Experiment("stylenet", 0.48),
     **{  # to choose numbers by
         f"held-out-mobilenetv2_88m-{decay}": Experiment(
-            "mobilenetv2_88m", hold_out=5000,
+            "mobilenetv2_88m",
+            hold_out=5000,
             change=(f"baseline_epochs={2 * SHORT}", f"weight_decay={decay}"),
         )
         for decay in (0.0001, 0.0002, 0.0005)
@@ -199,40 +219,53 @@ EXPERIMENTS = {
     },
     **{
         f"ablation-{norm}-lam{lam}-alpha{alpha}": short(
-            f"schedule.relaxed={json.dumps(norm == 'l1')}", f"schedule.alpha_start={alpha}",
-            f"schedule.eps_start={0.1 * alpha**2}", lam=lam,
+            f"schedule.relaxed={json.dumps(norm == 'l1')}",
+            f"schedule.alpha_start={alpha}",
+            f"schedule.eps_start={0.1 * alpha**2}",
+            lam=lam,
         )
-        for norm, lam in NORMS for alpha in ALPHAS
+        for norm, lam in NORMS
+        for alpha in ALPHAS
     },
     # the same in the paper's plain mode
     "plain-reference": plain(tune=TUNED_SHORT),
     **{f"plain-again{seed}": plain(seed=seed) for seed in (1, 2)},
     "plain-scratch": plain("baseline_epochs=0", after=""),
     "plain-sweeps3": plain("schedule.sweeps=3"),
-    "plain-kernel-gates": plain(f"controls.kernel_lam={LAMBDA}", method="kernel-gates", lam=0.0,
-                                macs=0.4665),
+    "plain-kernel-gates": plain(
+        f"controls.kernel_lam={LAMBDA}", method="kernel-gates", lam=0.0, macs=0.4665
+    ),
     **{f"plain-lam{lam}": plain(lam=lam, tune=TUNED_SHORT) for lam in LAMBDAS},
     **{f"plain-decay{decay:.2f}": plain(decay=decay) for decay in DECAYS},
     **{f"plain-eps{eps}": plain(f"schedule.eps_start={eps}") for eps in STARTS},
     **{
         f"plain-{norm}-lam{lam}-alpha{alpha}": plain(
-            f"schedule.relaxed={json.dumps(norm == 'l1')}", f"schedule.alpha_start={alpha}",
-            f"schedule.eps_start={0.1 * alpha**2}", lam=lam,
+            f"schedule.relaxed={json.dumps(norm == 'l1')}",
+            f"schedule.alpha_start={alpha}",
+            f"schedule.eps_start={0.1 * alpha**2}",
+            lam=lam,
         )
-        for norm, lam in NORMS for alpha in ALPHAS
+        for norm, lam in NORMS
+        for alpha in ALPHAS
     },
     # the paper's full training: a baseline, short runs that find λ, plain mode, and a budget
     **{f"paper-{network}": Experiment(f"{network}-plain") for network in NETWORKS},
     **{
         f"search-{network}-lam{lam}": Experiment(
-            f"{network}-plain", lam=lam, after=f"paper-{network}",
+            f"{network}-plain",
+            lam=lam,
+            after=f"paper-{network}",
             change=(f"epochs={SHORT}", f"schedule.decay={PAPER_DECAY ** (PAPER_EPOCHS / SHORT)}"),
         )
-        for network in NETWORKS for lam in SEARCHED
+        for network in NETWORKS
+        for lam in SEARCHED
     },
     **{
         f"paper-{network}-{100 * aim:.0f}-plain": Experiment(
-            f"{network}-plain", aim=aim, search=f"search-{network}-lam", after=f"paper-{network}",
+            f"{network}-plain",
+            aim=aim,
+            search=f"search-{network}-lam",
+            after=f"paper-{network}",
         )
         for network, aim in CLAIMS
     },
@@ -242,7 +275,7 @@ EXPERIMENTS = {
         )
         for network, macs in CLAIMS
     },
-}  # fmt: skip
+}
 
 
 def wanted(names: Iterable[str]) -> list[str]:
@@ -279,8 +312,10 @@ def start(name: str, given: argparse.Namespace) -> "subprocess.Popen[str]":
     with (folder / "output.txt").open("a") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "polarprune", *arguments, *changes],
-            stdout=output, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
 
 def keep(name: str, given: argparse.Namespace) -> None:

@@ -1,23 +1,23 @@
 """Claim: half of the MACs make an exported model at least 1.7 times as fast on a CPU.
 
-The plain model and exported ones at macs=0.5, with widths on several grids (`multiple_of`), run in
-turn at 224 x 224 in eval mode, in every way a user would run them; batch norms are not folded by
-hand. Outputs of all ways are compared with the eager ones first. Ratios are of medians.
+The plain model and exported models at macs=0.5, with several values of `multiple_of`, run in turn
+at 224 x 224 in eval mode, in every way a user would run them. Batch norms are not folded by hand.
+First, the outputs of all ways are compared with those of eager mode. Ratios are those of medians.
 
 The channels are not learned: weights are random, and `plan_by_score` keeps the same share of every
-group by magnitude. A training chooses other widths for the same MACs.
+group by magnitude. Training would choose other widths for the same MACs.
 
-It holds for ResNet-50, VGG-16, ViT-B/16 and MobileNetV2 in every way. For MobileNetV2, glibc must
-keep memory, which the variables below ensure. Otherwise it may request pages again in every layer,
-and the ratio varies from 1.7 to 2.2 between processes.
+The claim holds for ResNet-50, VGG-16, ViT-B/16 and MobileNetV2 in every way. For MobileNetV2, glibc
+must keep memory, which the variables below ensure. Otherwise it may request pages again in every
+layer, and the ratio varies from 1.7 to 2.2 between processes.
 
-Why a gain is what it is: under `why` the shares of the time of eager runs, by the profiler of
-torch, in products (convolutions, linear layers, attention), in depthwise convolutions, and in all
-that moves memory only (norms, activations, sums, pools). The first halve with the MACs, the others
-go down with the widths, to about 0.7. GMAC/s say how well a machine is used.
+`why` explains the gain. It stores how the time of eager runs, measured by torch's profiler, divides
+into products (convolutions, linear layers, attention), depthwise convolutions, and operations that
+only move memory (norms, activations, sums, pooling). The time of products halves with the MACs. The
+time of the others decreases with the widths, to about 0.7. GMAC/s show how well a machine is used.
 
-On the GPU all is bfloat16 and channels-last; `captured` is a CUDA graph of the eager model, and
-`compiled` one of the compiled model, so that neither waits for Python. Stored in
+On the GPU, all models are bfloat16 and channels-last. `captured` is a CUDA graph of the eager
+model, `compiled` one of the compiled model, so neither waits for Python. Writes
 numbers/exported.json after each network and way; an existing row gets another repetition:
 
     export MALLOC_TRIM_THRESHOLD_=4000000000 MALLOC_MMAP_THRESHOLD_=4000000000
@@ -110,7 +110,7 @@ class Session(nn.Module):
         return torch.from_numpy(self.session.run(None, {self.input: x.numpy()})[0])
 
     def shares(self, x: Tensor) -> dict[str, float]:
-        """As `shares` below; `blocked` is how many of the convolutions have the fast layout."""
+        """As `shares` below; `blocked` is the number of convolutions that have the fast layout."""
         total, blocked, convolutions = dict(NOTHING), 0, 0
         with tempfile.TemporaryDirectory() as folder:
             session = self.start(enable_profiling=True, profile_file_prefix=f"{folder}/profile")
@@ -232,7 +232,7 @@ def gains(
 
 
 def together(row: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """With earlier processes on this machine: the gain is the median of theirs."""
+    """Merge with earlier runs on this machine: the gain is the median over all processes."""
     alike = ("machine", "versions", "batch", "threads", "malloc")
     same = all(row[key] == before.get(key) for key in alike)
     repeats = [*(before.get("repeats", [before["gain"]]) if same else []), row["gain"]]
@@ -254,7 +254,7 @@ def compare(here: Models, ready: Models, x: Tensor, tolerance: float) -> None:
 
 @torch.inference_mode()
 def shares(model: nn.Module, x: Tensor) -> dict[str, float]:
-    """Of the time of a run: products, depthwise convolutions, and the rest."""
+    """Return the shares of time in products, depthwise convolutions and other operations."""
     activity = torch.profiler.ProfilerActivity
     wanted = [activity.CPU, activity.CUDA] if x.is_cuda else [activity.CPU]
     model(x)

@@ -1,11 +1,11 @@
-"""torchvision, also where its compiled operators do not load: plain ones replace them then."""
+"""Imports torchvision, with operators in plain PyTorch if its compiled ones cannot be loaded."""
 
 import sys
 from typing import Any
 
 
 def import_torchvision() -> Any:
-    """Where its compiled part does not load, its operators are replaced by plain ones."""
+    """Return torchvision; if its compiled part cannot be loaded, plain operators replace it."""
     try:
         import torchvision
     except (RuntimeError, ImportError, OSError):
@@ -29,7 +29,7 @@ def import_torchvision() -> Any:
 
 
 def plain_nms(dets: Any, scores: Any, iou_threshold: float) -> Any:
-    """Indices of the boxes that stay, best first."""
+    """Return the indices of the boxes to keep, best first."""
     import torch
     from torchvision.ops import box_iou
 
@@ -45,7 +45,7 @@ def plain_nms(dets: Any, scores: Any, iou_threshold: float) -> Any:
 def plain_roi_align(
     image: Any, rois: Any, scale: float, height: int, width: int, ratio: int, aligned: bool
 ) -> Any:
-    """Bilinear samples averaged in bins: on an upright grid, one matrix per axis and box."""
+    """Average bilinear samples in bins, with one matrix for each axis and box."""
     import torch
 
     out = image.new_zeros(len(rois), image.shape[1], height, width)
@@ -58,7 +58,7 @@ def plain_roi_align(
 
 
 def _samples(start: float, end: float, bins: int, pixels: int, ratio: int, aligned: bool) -> Any:
-    """(bins, pixels): how much each pixel counts in each bin of one axis."""
+    """Return the weight of each pixel in each bin of one axis, of shape (bins, pixels)."""
     import torch
 
     length = end - start if aligned else max(end - start, 1.0)

@@ -1,4 +1,4 @@
-"""λ for a long run in the paper's plain mode, from short ones."""
+"""Estimates λ for a long run in the paper's plain mode from short runs."""
 
 import math
 from collections.abc import Iterable

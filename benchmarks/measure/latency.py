@@ -1,10 +1,11 @@
 """Claim: a latency set in advance is the latency of the exported model, within 5 %.
 
-A short training on random images with `latency=0.6`; then the exported model beside the original,
-timed again in turns (`polarprune.cost.timing`), five times. MACs are shown beside:
-latency does not follow them. On a CPU, glibc may return memory between layers and request it again,
-which changes the time of memory-bound networks from run to run (MobileNetV2 by half). The variables
-below prevent this, and are stored with the result. Writes numbers/latency.json:
+Trains a model for a short time on random images with `latency=0.6`. Then the exported model and the
+original are timed in turn (`polarprune.cost.timing`), five times. The MACs are stored, too, to show
+that latency is not proportional to them. On a CPU, glibc may return memory between layers and
+request it again, which changes the time of memory-bound networks from run to run (MobileNetV2 by
+half). The variables below prevent this, and are stored with the result. Writes
+numbers/latency.json:
 
     export MALLOC_TRIM_THRESHOLD_=4000000000 MALLOC_MMAP_THRESHOLD_=4000000000 OMP_NUM_THREADS=1
     python -m benchmarks.measure.latency             # all cases for this machine

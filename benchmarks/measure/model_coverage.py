@@ -2,8 +2,8 @@
 
 Every model of coverage_models.py runs in its own process, with limits on time and memory: it is
 traced, a random half of every prunable group is kept, and the cut model is compared in float64 with
-the masked one. As a control, one channel too many is removed. Writes numbers/model_coverage.json,
-where it resumes, and docs/coverage.md. Linux only (limits and peaks of memory):
+the masked one. As a control, one channel too many is removed. Writes docs/coverage.md and
+numbers/model_coverage.json, from which it resumes. Linux only (limits and peaks of memory):
 
     python -m benchmarks.measure.model_coverage                         # all not stored yet
     python -m benchmarks.measure.model_coverage 'resnet*' 'timm/vit_*'  # these models again
@@ -35,17 +35,24 @@ NAME = "model_coverage"
 SECONDS, GIGABYTES = 600, 12
 BIG = ("torchvision/vit_[hl]_*", "torchvision/regnet_y_128gf")  # at the end, one at a time,
 BIG_GIGABYTES = 20  # with more memory
-PACKAGES = ("torch", "torchvision", "timm", "transformers", "diffusers",
-            "segmentation-models-pytorch", "ultralytics")  # fmt: skip
+PACKAGES = (
+    "torch",
+    "torchvision",
+    "timm",
+    "transformers",
+    "diffusers",
+    "segmentation-models-pytorch",
+    "ultralytics",
+)
 
 
 def models() -> dict[str, Callable[[], tuple[Any, Any]]]:
-    """Name -> what makes the model and its example inputs."""
+    """Return, by name, functions that make a model and its example inputs."""
     return {name: partial(coverage_models.make, name) for name in coverage_models.names()}
 
 
 def examine(name: str) -> dict[str, Any]:
-    """Look at one model; where norms mix channels, once more with these channels open."""
+    """Measure one model; if norms mix channels, measure it again with these channels prunable."""
     import torch
 
     torch.set_num_threads(1)
@@ -61,7 +68,7 @@ def examine(name: str) -> dict[str, Any]:
 
 
 def look(model: Any, example: Any, norms: bool) -> dict[str, Any]:
-    """Trace a model, cut it, compare, and say what was found."""
+    """Trace a model, cut it, compare the outputs, and return the findings."""
     import torch
 
     import polarprune as pp
@@ -106,8 +113,8 @@ def look(model: Any, example: Any, norms: bool) -> dict[str, Any]:
 
 @contextmanager
 def measured(spent: dict[str, float], name: str) -> Iterator[None]:
-    """Seconds, and the most memory (MB) on top of what was in use before."""
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    """Return the seconds, and the peak of memory (MB) above what was in use before."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before, start = megabytes("VmRSS"), time.perf_counter()
     yield
     spent[f"{name}_seconds"] = round(time.perf_counter() - start, 2)
@@ -120,7 +127,7 @@ def megabytes(key: str) -> int:
 
 
 def control(masked: Any, graph: Any, plan: dict[str, list[int]], inputs: Any) -> float:
-    """The difference when one channel too many goes: it must be seen."""
+    """Return the difference if one channel too many is removed, which must be noticeable."""
     import polarprune as pp
     from polarprune.surgery.proof import difference
 
@@ -134,7 +141,7 @@ def control(masked: Any, graph: Any, plan: dict[str, list[int]], inputs: Any) ->
 
 
 def in_its_own_process(name: str) -> dict[str, Any]:
-    """What `examine` says of a model, or how it failed."""
+    """Return the result of `examine` in a new process, or how it failed."""
     limit = BIG_GIGABYTES if is_big(name) else GIGABYTES
     command = [sys.executable, "-m", "benchmarks.measure.model_coverage", "--one", name]
     command += ["--gigabytes", str(limit)]
@@ -171,7 +178,7 @@ def main(patterns: list[str], jobs: int) -> None:
 
 
 def here() -> str:
-    """Machine and versions."""
+    """Return the machine and the versions."""
     installed = []
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -181,7 +188,7 @@ def here() -> str:
 
 
 def matches(name: str, patterns: list[str], done: dict[str, Any]) -> bool:
-    """Without patterns, whatever is not done yet; a pattern is for library/model or model."""
+    """Return True if a pattern matches library/model or model; without patterns, if not stored."""
     if not patterns:
         return name not in done
     forms = (name, name.partition("/")[2])
@@ -189,7 +196,7 @@ def matches(name: str, patterns: list[str], done: dict[str, Any]) -> bool:
 
 
 def run(names: list[str], jobs: int, store: dict[str, Any]) -> None:
-    """Look at the models, as many at a time, and write down each as soon as it is known."""
+    """Measure the models, several at a time, and store each result as soon as it is known."""
     with ThreadPoolExecutor(jobs) as pool:
         waiting = {pool.submit(in_its_own_process, name): name for name in names}
         for done in as_completed(waiting):

@@ -1,9 +1,9 @@
 """Claim: gate-weighted norms cost time; at equal MACs, accuracy is the same within a few seeds.
 
-Side by side, with `norms=False` and `norms=True`: the time of a training step of a vision
-transformer (192 wide, 6 blocks, 64 tokens), and the accuracy of a small one on handwritten digits
-at equal MACs and equal epochs, three seeds, the last epoch counts. Writes numbers/norms.json
-(the result with hardware, versions and number of runs):
+Compares `norms=False` and `norms=True`: the time of a training step of a vision transformer (192
+wide, 6 blocks, 64 tokens), and the accuracy of a small one on handwritten digits after the last
+epoch, at equal MACs and equal epochs, with three seeds. Writes numbers/norms.json (the result with
+hardware, versions and number of runs):
 
     python -m benchmarks.measure.norms
 """
@@ -77,7 +77,7 @@ def prepare(
 
 
 def stepper(budget: float | None, norms: bool) -> Callable[[], None]:
-    """One training step, with all gates open: forward, backward, optimizer, proximal step."""
+    """Return a training step with all gates open: forward, backward, optimizer, proximal step."""
     torch.manual_seed(0)
     model, x, y = ViT(3, 32, 4, 192, 6, 3), torch.randn(16, 3, 32, 32), torch.arange(16) % 10
     optimizer, _ = prepare(model, x[:2], 10_000, budget, norms)
@@ -91,7 +91,7 @@ def stepper(budget: float | None, norms: bool) -> Callable[[], None]:
 
 
 def speed() -> dict:
-    """Milliseconds of a step: the three in turn, so that noise of the machine meets all."""
+    """Return the milliseconds of a step; the three take turns, so noise affects all equally."""
     steps = {
         "plain": stepper(None, False),
         "norms=False": stepper(0.5, False),
@@ -156,7 +156,7 @@ def digits() -> list[dict]:
 
 
 def summary(runs: list[dict]) -> list[dict]:
-    """Mean and standard deviation over the seeds."""
+    """Return the mean and the standard deviation over the seeds."""
     keys = ("epochs", "budget", "norms")
     arms: dict[tuple, list[dict]] = {}
     for run in runs:

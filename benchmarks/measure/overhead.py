@@ -1,9 +1,9 @@
 """Claim: a gated training step costs what a plain one costs.
 
-Side by side in one run: a whole step (forward, backward, optimizer, proximal step) of the plain
-model, of the gated one, and of the naive way, which multiplies gates into activations instead of
-weights. Turns alternate; the ratios are of medians. Memory: eager code keeps a gated copy of the
-weights until the backward pass, which matters for small batches (ResNet-18 with 32 images);
+Compares, in one run, a complete step (forward, backward, optimizer, proximal step) of the plain
+model, of the gated model, and of a naive one that multiplies gates into activations instead of
+weights. They take turns, and the ratios are those of medians. Memory: eager code keeps a gated copy
+of the weights until the backward pass, which matters for small batches (ResNet-18 with 32 images);
 compiled code computes it again. Writes numbers/overhead.json:
 
     python -m benchmarks.measure.overhead            # CPU cases, and GPU cases if there is one
@@ -86,7 +86,7 @@ CASES = {
 
 
 def naive(model: nn.Module, example: Tensor) -> list[nn.Parameter]:
-    """Gates on activations, before every layer that merges channels."""
+    """Put gates on the activations before every layer that merges channels."""
     graph = pp.trace(model, example)
     gates = {name: pp.Gate(group.size).to(example.device) for name, group in graph.prunable.items()}
     units = {name: range(g.offset, g.offset + g.size) for name, g in graph.prunable.items()}
@@ -167,7 +167,7 @@ class Training:
         return replay
 
     def turn(self, steps: int) -> float:
-        """Milliseconds a step."""
+        """Return the milliseconds of a step."""
         _wait()
         start = time.perf_counter()
         for _ in range(steps):
@@ -176,7 +176,7 @@ class Training:
         return 1e3 * (time.perf_counter() - start) / steps
 
     def measure_memory(self) -> None:
-        """Everything that this variant holds at the height of a step."""
+        """Measure the peak of memory of a step of this variant."""
         if not torch.cuda.is_available():
             self.turn(2)
             self.peak = _resident() - START
@@ -187,7 +187,7 @@ class Training:
 
 
 def _resident() -> int:
-    """Bytes of this process, at the most so far (Linux)."""
+    """Return the peak of memory of this process so far, in bytes (Linux)."""
     return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 
 
@@ -204,7 +204,7 @@ def _wait() -> None:
 
 
 def measure(name: str) -> dict[str, Any]:
-    """Medians of all variants, and their ratios to the plain one."""
+    """Return the medians of all variants, and their ratios to the plain one."""
     case = CASES[name]
     names = ("plain", "gated", "naive")
     memory = {each: peak_of(name, each) for each in names}
@@ -227,7 +227,7 @@ def measure(name: str) -> dict[str, Any]:
 
 
 def peak_of(name: str, variant: str) -> int:
-    """Bytes at the height of a step, in a process of its own; on a CPU, what is freed goes back."""
+    """Return the peak of memory of a step in a new process, which returns freed memory at once."""
     command = [sys.executable, "-m", "benchmarks.measure.overhead", "--memory", name, variant]
     own = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=own)

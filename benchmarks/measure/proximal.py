@@ -1,12 +1,14 @@
 """Claim: a proximal step of 100,000 gates, in up to 1,000 groups, takes at most 5 ms on a CPU.
 
 On a GPU, in a captured step, it takes less than 0.2 ms in up to 1,600 groups. Launched from Python
-it takes less than 1 ms in 100 groups, and more in more: Python hands over the groups one by one.
+it takes less than 1 ms in 100 groups, and longer in more, because Python passes the groups one by
+one.
 
-The step as `Pruner` takes it (`Stepper`: threshold, floor, ε, written back to every group's α), in
-100 to 1,600 groups: the more, the slower, and 1,600 are above the limit. Half of the gates are
-pulled at. On a GPU also replayed from a CUDA graph; every time is waited for. Turns of all cases
-alternate; medians. Writes numbers/proximal.json, one part for each device:
+Measures the step of `Pruner` (`Stepper`: threshold, floor, ε, written back to the α of every group)
+in 100 to 1,600 groups. More groups take longer, and 1,600 exceed the limit. Half of the gates are
+shrunk. On a GPU, the step is also replayed from a CUDA graph, and each measurement waits for the
+device. All cases take turns; the results are medians. Writes numbers/proximal.json, one part for
+each device:
 
     python -m benchmarks.measure.proximal          # all devices of this machine
     python -m benchmarks.measure.proximal cuda     # one device
@@ -35,7 +37,7 @@ TOTAL = 1_000_000  # announced; nothing closes while it is measured
 
 
 def stepper(groups: int, device: str) -> Stepper:
-    """Groups that each share a cost with the next, as layers of a network do."""
+    """Return a stepper whose groups each share a cost with the next, as layers of a network do."""
     sizes = [CHANNELS // groups + (k < CHANNELS % groups) for k in range(groups)]
     gates = {f"layer{k}": Gate(size).to(device) for k, size in enumerate(sizes)}
     owner = torch.arange(groups).repeat_interleave(torch.tensor(sizes))
@@ -49,7 +51,7 @@ def stepper(groups: int, device: str) -> Stepper:
 
 
 def turn(step: Callable[[], Any], device: str) -> float:
-    """Milliseconds a step."""
+    """Return the milliseconds of a step."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     wait()
     start = time.perf_counter()

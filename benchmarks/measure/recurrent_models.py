@@ -7,14 +7,18 @@ def recurrent(name: str) -> Any:
     from torch import nn
 
     class Speech(nn.Module):
-        """Convolutions over time, a GRU, letters for every step."""
+        """Convolutions over time, a GRU, and scores of letters for every time step."""
 
         def __init__(self) -> None:
             super().__init__()
             self.front = nn.Sequential(
-                nn.Conv1d(16, 32, 5, stride=2, padding=2), nn.BatchNorm1d(32), nn.ReLU(),
-                nn.Conv1d(32, 24, 3, padding=1), nn.BatchNorm1d(24), nn.ReLU(),
-            )  # fmt: skip
+                nn.Conv1d(16, 32, 5, stride=2, padding=2),
+                nn.BatchNorm1d(32),
+                nn.ReLU(),
+                nn.Conv1d(32, 24, 3, padding=1),
+                nn.BatchNorm1d(24),
+                nn.ReLU(),
+            )
             self.gru = nn.GRU(24, 32, num_layers=2, batch_first=True)
             self.head = nn.Linear(32, 29)
 
@@ -22,7 +26,7 @@ def recurrent(name: str) -> Any:
             return self.head(self.gru(self.front(x).transpose(1, 2))[0])
 
     class Words(nn.Module):
-        """Words through an LSTM; one answer per text, or per word when it runs both ways."""
+        """An LSTM over words: one output for each text, or for each word if it is bidirectional."""
 
         def __init__(self, both_ways: bool) -> None:
             super().__init__()

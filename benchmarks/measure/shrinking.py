@@ -1,20 +1,22 @@
 """Claim: with `compact="auto"`, a training that prunes takes less time than one that does not.
 
 Two trainings of the same length take steps in turn, on random images: the plain model, and the same
-with a Pruner to half of the MACs that takes out closed channels as it goes. Every second between
-the first step and the last counts: the proximal step, the budget, the proof before each compact(),
-the choice of new kernels. On the GPU the model is compiled and the whole step is captured in a CUDA
-graph, again after each compact(), which takes as long as a thousand steps. So the run is too short
-to be typical. Shapes change when they would in a long run, and the ratio is extrapolated to 90
-epochs of ImageNet: the measured steps in between, and once the time outside of steps (controller,
-proofs, compiling, capturing; `beside`: 26 seconds with torch's cache of compiled code, 169 in an
-earlier run without it, which is under 1 % of 90 epochs). Plain steps take the same time: on the
-GPU, one is taken for every five of the others.
+model with a Pruner that prunes to half of the MACs and removes closed channels during training. All
+time between the first and the last step counts: the proximal step, the budget, the proof before
+each compact(), the choice of new kernels.
+
+On the GPU, the model is compiled and the complete step is captured in a CUDA graph, again after
+each compact(). This takes as long as a thousand steps, so the run is too short to be typical.
+Shapes change when they would in a long run, and the ratio is extrapolated to 90 epochs of ImageNet:
+the measured steps are repeated, and the time outside of steps is added once. This time is stored as
+`beside` (controller, proofs, compiling, capturing): 26 seconds with torch's cache of compiled code,
+169 in an earlier run without it, which is under 1 % of 90 epochs. All plain steps take the same
+time, so on the GPU only one is measured for every five of the others.
 
 Random images do not tell which channels matter. When the stored rows were measured, the most
 expensive ones closed first in this case: those of the first two stages, where most of the time is
 spent. The current version closes channels evenly in all groups; the rows have not been measured
-again. exported.json has the gain if every layer loses the same share. Writes
+again. exported.json shows the gain if every layer loses the same share. Writes
 numbers/shrinking.json:
 
     python -m benchmarks.measure.shrinking           # all cases for this machine
@@ -38,14 +40,19 @@ from polarprune.experiments.runs.cuda_graph import CapturedStep
 NAME = "shrinking"
 CASES: dict[str, dict[str, Any]] = {
     "resnet18": {"shape": (16, 3, 128, 128), "device": "cpu", "steps": 100, "every": 1},
-    "resnet50": {"shape": (256, 3, 224, 224), "device": "cuda", "steps": 300, "every": 5,
-                 "multiple_of": 32},
-}  # fmt: skip
+    "resnet50": {
+        "shape": (256, 3, 224, 224),
+        "device": "cuda",
+        "steps": 300,
+        "every": 5,
+        "multiple_of": 32,
+    },
+}
 EPOCHS, IMAGES = 90, 1_281_167
 
 
 class Training:
-    """Steps of one of the two, and the seconds that they took."""
+    """The steps of one training, and the seconds that they took."""
 
     def __init__(self, name: str, pruned: bool) -> None:
         case = CASES[name]
@@ -61,9 +68,13 @@ class Training:
         self.pruner: pp.Pruner | None = None
         if pruned:
             self.pruner = pp.Pruner(
-                self.model, self.images[:2], macs=0.5, steps=case["steps"], compact="auto",
+                self.model,
+                self.images[:2],
+                macs=0.5,
+                steps=case["steps"],
+                compact="auto",
                 multiple_of=case.get("multiple_of", 1),
-            )  # fmt: skip
+            )
             groups = self.pruner.param_groups(lr=1e-3)
         self.optimizer = torch.optim.SGD(groups, lr=1e-3, momentum=0.9)
         if self.pruner is not None:
@@ -134,15 +145,18 @@ def measure(name: str) -> dict[str, Any]:
         "ratio": round(total["pruned"] / total["plain"], 4),
         "ratio_of_90_epochs": round(epochs["pruned"] / epochs["plain"], 4),
         "ratio_by_tenths": [
-            round(sum(pruned.steady[k * tenth : (k + 1) * tenth])
-                  / sum(usual[k * tenth : (k + 1) * tenth]), 3)
+            round(
+                sum(pruned.steady[k * tenth : (k + 1) * tenth])
+                / sum(usual[k * tenth : (k + 1) * tenth]),
+                3,
+            )
             for k in range(10)
         ],
         "macs": pruned.pruner.report().history[-1]["macs"],
         "threads": torch.get_num_threads(),
         "runs": 1,
         **environment(),
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

@@ -2,12 +2,12 @@
 most 0.5 points of them, and the recalibrated test loss never rises by more than a fifth from one
 epoch to the next.
 
-Each combination of a network, a number of epochs and a budget is trained and pruned as `polarprune
-train` does it, from a baseline that is trained first. Measured: the MACs and their path at every
-look of the controller, what the landing closed, and after every epoch the half-open gates (values
-between 0.05 and 0.95), ε, and accuracy and loss on the test images; for the loss, batch norms take
-their statistics from training images with the gates as they are. Stored in
-numbers/steering.json; combinations that are stored are not run again (unless `--again`):
+Trains and prunes each combination of a network, a number of epochs and a budget as `polarprune
+train` does, from a baseline that is trained first. Measures the MACs and their path at every step
+of the controller, what the landing closed, and, after every epoch, the half-open gates (values
+between 0.05 and 0.95), ε, and accuracy and loss on the test images. For the loss, the statistics of
+batch norms are estimated again on training images with the present gates. Writes
+numbers/steering.json; stored combinations are not run again, unless `--again` is given:
 
     python -m benchmarks.measure.steering --networks resnet56 vgg16 mobilenetv2 \\
         --epochs 20 100 200 350 --macs 0.7 0.5 0.3 0.2 0.1 --data cifar10:DIR --device cuda
@@ -39,7 +39,7 @@ from polarprune.experiments.settings import Settings
 STORE = number_file("steering")
 RUNS = ROOT / "runs" / "steering"
 APART, LANDED, RISE = 2.0, 0.5, 1.2  # points, points, ratio: what the claim allows
-WARM_UP = 0.025  # of the epochs, as in the recipes of 200
+WARM_UP = 0.025  # of the epochs, as in the presets with 200 epochs
 
 
 class SmallVGG(VGG):
@@ -49,7 +49,7 @@ class SmallVGG(VGG):
 
 
 class SmallMobileNetV2(MobileNetV2):
-    """Seven blocks of half the widths."""
+    """A MobileNetV2 of seven blocks, half as wide."""
 
     stages = ((1, 8, 1), (6, 12, 2), (6, 16, 2), (6, 32, 2))
 
@@ -64,7 +64,7 @@ NETWORKS |= {"vgg_small": SmallVGG, "mobilenetv2_small": SmallMobileNetV2}
 
 
 def smaller(images: Images, count: int | None, size: int | None) -> Images:
-    """The first so many images, scaled to so many pixels: each is the mean of a square."""
+    """Return the first images, scaled down by averaging squares of pixels."""
     images = images.pick(slice(count))
     if size is None or size == images.x.shape[1]:
         return images
@@ -73,15 +73,21 @@ def smaller(images: Images, count: int | None, size: int | None) -> Images:
 
 
 def settings_for(network: str, epochs: int, given: argparse.Namespace) -> Settings:
-    """The network's own recipe; learning rates are scaled with the batch."""
+    """Return the settings of the network's preset, with learning rates scaled with the batch."""
     usual = PRESETS.get(network, Settings(network))
     batch = given.batch or usual.batch
     share = batch / usual.batch
     return dataclasses.replace(
-        usual, epochs=epochs, baseline_epochs=given.baseline_epochs or usual.baseline_epochs,
-        batch=batch, lr=share * usual.lr, baseline_lr=share * usual.baseline_lr,
-        warm_up=WARM_UP * epochs, scored=1, seed=given.seed,
-    )  # fmt: skip
+        usual,
+        epochs=epochs,
+        baseline_epochs=given.baseline_epochs or usual.baseline_epochs,
+        batch=batch,
+        lr=share * usual.lr,
+        baseline_lr=share * usual.baseline_lr,
+        warm_up=WARM_UP * epochs,
+        scored=1,
+        seed=given.seed,
+    )
 
 
 def measure(
@@ -99,29 +105,41 @@ def measure(
     steps = settings.epochs * run.batches.per_epoch
     rows = [log[epoch] for epoch in sorted(log)]
     return {
-        "network": settings.network, "macs": macs, "steps": steps,
-        **summary(history, rows, macs, settings.schedule, steps), "landing": card["landing"],
-        "accuracy": card["accuracy"], "baseline": card["table"][0]["accuracy"],
+        "network": settings.network,
+        "macs": macs,
+        "steps": steps,
+        **summary(history, rows, macs, settings.schedule, steps),
+        "landing": card["landing"],
+        "accuracy": card["accuracy"],
+        "baseline": card["table"][0]["accuracy"],
         "curves": curves(rows, macs, settings.schedule, run.batches.per_epoch, steps),
-        "images": len(data.train), "test_images": len(data.test), "size": data.train.x.shape[1],
-        "recipe": dataclasses.asdict(settings), **environment(), "commit": commit(),
-    }  # fmt: skip
+        "images": len(data.train),
+        "test_images": len(data.test),
+        "size": data.train.x.shape[1],
+        "recipe": dataclasses.asdict(settings),
+        **environment(),
+        "commit": commit(),
+    }
 
 
 def path(schedule: Schedule, step: int, steps: int, macs: float) -> float:
-    """The share of the MACs that the schedule wants after so many steps."""
+    """Return the share of the MACs that the schedule plans after a number of steps."""
     return macs + (1 - macs) * schedule.path(step, steps)
 
 
 def summary(
-    history: list[dict[str, Any]], rows: list[dict[str, Any]], macs: float, schedule: Schedule,
+    history: list[dict[str, Any]],
+    rows: list[dict[str, Any]],
+    macs: float,
+    schedule: Schedule,
     steps: int,
-) -> dict[str, float]:  # fmt: skip
-    """Largest distances from the path and fall of the MACs in points, and rise of the loss."""
+) -> dict[str, float]:
+    """Return the largest distances from the path, drop of the MACs, and rise of the loss."""
     apart = [row["macs"] - path(schedule, row["step"], steps, macs) for row in history]
     losses = [row["recalibrated_loss"] for row in rows]
-    falls = [(old["macs"] - new["macs"], new["closed"] - old["closed"])
-             for old, new in pairwise(history)]  # fmt: skip
+    falls = [
+        (old["macs"] - new["macs"], new["closed"] - old["closed"]) for old, new in pairwise(history)
+    ]
     return {
         "largest_fall": 100 * max(falls)[0],  # between two looks
         "channels_in_it": max(falls)[1],
@@ -134,7 +152,7 @@ def summary(
 def curves(
     rows: list[dict[str, Any]], macs: float, schedule: Schedule, per_epoch: int, steps: int
 ) -> dict[str, list[float]]:
-    """One number for each epoch."""
+    """Return the curves of a run, with one value for each epoch."""
     found: dict[str, list[float]] = {
         key: [row[key] for row in rows]
         for key in ("epoch", "macs", "eps", "recalibrated_loss", "accuracy")
@@ -150,7 +168,7 @@ def _short(value: float) -> float:
 
 
 def commit() -> str:
-    """Of the code that ran; a plus if files were changed since."""
+    """Return the commit of the code, with a plus if files were changed since."""
     asked = (["git", "rev-parse", "--short", "HEAD"], ["git", "status", "--porcelain", "src"])
     found = [subprocess.run(one, cwd=ROOT, capture_output=True, text=True) for one in asked]
     return found[0].stdout.strip() + "+" * bool(found[1].stdout.strip())
@@ -160,7 +178,7 @@ def commit() -> str:
 
 
 def broken(row: dict[str, Any]) -> list[str]:
-    """The parts of the claim that a run does not keep."""
+    """Return the parts of the claim that do not hold for a run."""
     parts = {
         "path": max(row["above_path"], row["below_path"]) <= APART,
         "landing": 100 * row["landing"]["macs"] <= LANDED,
@@ -189,7 +207,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int)
     parser.add_argument("--baseline-epochs", type=int)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--again", action="store_true", help="also what is stored already")
+    parser.add_argument("--again", action="store_true", help="repeat stored combinations")
     parser.add_argument("--runs", type=Path, default=RUNS, help="for logs and checkpoints")
     parser.add_argument("--store", type=Path, default=STORE)
     given = parser.parse_args(arguments)
@@ -206,9 +224,12 @@ def main(arguments: list[str] | None = None) -> None:
         row = measure(settings_for(network, epochs, given), macs, data, given)
         store = {**read(given.store), name: row}
         given.store.write_text(json.dumps(store) + "\n", encoding="utf-8")
-        print(f"{name}: {row['above_path']:+.2f} and {-row['below_path']:+.2f} points, landing "
-              f"{100 * row['landing']['macs']:.2f}, loss × {row['loss_ratio']:.2f}, accuracy "
-              f"{row['accuracy']:.3f}; broken: {broken(row)}", flush=True)  # fmt: skip
+        print(
+            f"{name}: {row['above_path']:+.2f} and {-row['below_path']:+.2f} points, landing "
+            f"{100 * row['landing']['macs']:.2f}, loss × {row['loss_ratio']:.2f}, accuracy "
+            f"{row['accuracy']:.3f}; broken: {broken(row)}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Training images per second at 224 × 224, plain and gated, side by side.
+"""Compares plain and gated training in images per second, at 224 × 224.
 
-The images are made up and lie on the device: what a loader can deliver is not measured. The steps
-are those of `polarprune train` on ImageNet, one by one. Stored in numbers/throughput.json:
+The images are random and stay on the device, so the speed of data loading is not measured. The
+steps are those of `polarprune train` on ImageNet, without a CUDA graph. Writes
+numbers/throughput.json:
 
     python -m benchmarks.measure.throughput                 # all networks, on a GPU
     python -m benchmarks.measure.throughput resnet50 --batch 64
@@ -80,9 +81,13 @@ def measure(network: str, batch: int, side: int, compiled: bool) -> dict[str, An
         "images_a_second": {kind: round(batch * STEPS / s) for kind, s in seconds.items()},
         "ratio": round(statistics.median(ratios), 3),
         "ratios": [round(min(ratios), 3), round(max(ratios), 3)],
-        "batch": batch, "side": side, "compiled": compiled, "rounds": ROUNDS, "steps": STEPS,
+        "batch": batch,
+        "side": side,
+        "compiled": compiled,
+        "rounds": ROUNDS,
+        "steps": STEPS,
         **environment(),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

@@ -1,13 +1,16 @@
-"""Claim: a model is ready to prune in seconds, also a large one, about as fast as elsewhere.
+"""Claim: even a large model is ready to prune in seconds, about as fast as with Torch-Pruning.
 
-From a model to "ready to prune" (`trace`: operations, groups, cost, trial cuts) beside
-Torch-Pruning (graph and pruner; an optional dependency), then half of the channels are taken and
-the rest is run: ResNet-50, DenseNet-121 and ViT-B/16 at 224 x 224. A Llama of 1.2 B parameters on
-the meta device, and its export with real weights in float32; theirs has no meta device. What
-`Pruner` takes, with gates and the comparison in float64, is beside it. Transformers of 12 to 96
-blocks. Every run is a process of its own, the two libraries in turn; medians; memory is the peak
-above what the process had after its imports; seconds of the CPU are there too, as a machine may
-have other work. Writes numbers/tracing.json:
+- ResNet-50, DenseNet-121 and ViT-B/16 at 224 x 224: the time of `trace` (operations, groups, cost,
+  trial cuts), compared with Torch-Pruning (graph and pruner; an optional dependency). Then half of
+  the channels are removed, and the small model is run.
+- The time of `Pruner`, with gates and the comparison in float64.
+- A Llama of 1.2 B parameters on the meta device, which Torch-Pruning does not support, and its
+  export with real weights in float32.
+- Transformers of 12 to 96 blocks.
+
+Every run has its own process, and the two libraries take turns. Results are medians. Memory is the
+peak above what the process had after its imports. CPU seconds are stored, too, because the machine
+may have other work. Writes numbers/tracing.json:
 
     python -m benchmarks.measure.tracing
 """
@@ -32,7 +35,7 @@ LIMITS = {"llama": [3.0, 1.0], "export": [10.0, None]}  # seconds, GB above the 
 
 
 def memory(what: str) -> float:
-    """GB of this process: resident now (VmRSS), or at most so far (VmHWM)."""
+    """Return the memory of this process in GB: now (VmRSS), or its peak so far (VmHWM)."""
     for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith(f"{what}:"):
             return int(line.split()[1]) * 1024 / 1e9
@@ -48,7 +51,7 @@ def begin() -> None:
 
 
 def measured(work: Callable[[], Any]) -> tuple[Any, dict]:
-    """What it gives; seconds (of the CPU, too), and GB above the imports, at the peak."""
+    """Return the result, the seconds (wall and CPU), and the peak in GB above the imports."""
     start, busy = time.perf_counter(), time.process_time()
     result = work()
     seconds, busy = time.perf_counter() - start, time.process_time() - busy
@@ -68,7 +71,7 @@ def vision(name: str) -> tuple[Any, Any]:
 
 
 def llama() -> tuple[Any, Any]:
-    """The shape of Llama 3.2 1B, with attention in plain code, on the meta device."""
+    """Return a Llama of the size of Llama 3.2 1B, with eager attention, on the meta device."""
     import torch
 
     from benchmarks.measure.import_torchvision import import_torchvision
@@ -77,10 +80,17 @@ def llama() -> tuple[Any, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=128_256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
-        num_attention_heads=32, num_key_value_heads=8, head_dim=64, tie_word_embeddings=True,
-        use_cache=False, attn_implementation="eager",
-    )  # fmt: skip
+        vocab_size=128_256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        tie_word_embeddings=True,
+        use_cache=False,
+        attn_implementation="eager",
+    )
     begin()
     with torch.device("meta"):
         ids, mask = torch.zeros(1, 64, dtype=torch.long), torch.zeros(1, 1, 64, 64)
@@ -182,11 +192,16 @@ def theirs_large(_: str) -> dict:
     heads |= {proj: 8 for block in blocks for proj in (block.k_proj, block.v_proj)}
     pruner, ready = measured(
         lambda: tp.pruner.MagnitudePruner(
-            model, ids, tp.importance.GroupMagnitudeImportance(p=2), pruning_ratio=0.5,
-            num_heads=heads, ignored_layers=[model.lm_head], root_module_types=[torch.nn.Linear],
+            model,
+            ids,
+            tp.importance.GroupMagnitudeImportance(p=2),
+            pruning_ratio=0.5,
+            num_heads=heads,
+            ignored_layers=[model.lm_head],
+            root_module_types=[torch.nn.Linear],
             forward_fn=lambda model, ids: model(ids).logits,
         )
-    )  # fmt: skip
+    )
     _, cut = measured(pruner.step)
     left = sum(parameter.numel() for parameter in model.parameters())
     facts = {"export_seconds": cut["seconds"], "export_memory_gb": cut["memory_gb"]}
@@ -205,9 +220,14 @@ def deep(blocks: str) -> dict:
 
 
 CASES = {
-    "ours": ours, "theirs": theirs, "pruner": pruner, "large": large, "export": export,
-    "theirs_large": theirs_large, "deep": deep,
-}  # fmt: skip
+    "ours": ours,
+    "theirs": theirs,
+    "pruner": pruner,
+    "large": large,
+    "export": export,
+    "theirs_large": theirs_large,
+    "deep": deep,
+}
 
 
 # --- all runs -------------------------------------------------------------------------------------
@@ -222,7 +242,7 @@ def alone(case: str, name: str) -> dict:
 
 
 def repeated(names: list[tuple[str, str]], times: int) -> list[dict]:
-    """The medians for each of these, taken in turn so that noise of the machine meets all."""
+    """Return the medians of each case; they take turns, so noise affects all equally."""
     found: list[list[dict]] = [[] for _ in names]
     for _ in range(times):
         for mine, (case, name) in zip(found, names, strict=True):

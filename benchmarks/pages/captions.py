@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from benchmarks.measure.experiments import ALPHAS, DECAY, SHORT
+from benchmarks.pages.equation_figures import sweeps
 from benchmarks.pages.figures import (
     ENDS,
     METHODS,
@@ -21,7 +22,6 @@ from benchmarks.pages.figures import (
     ratio,
     score,
     starts,
-    sweeps,
     tables,
     variant_scores,
 )

@@ -5,7 +5,7 @@ python -m benchmarks.pages.coverage
 
 from typing import Any
 
-from benchmarks.measure.coverage_models import ANSWERS
+from benchmarks.measure.transformers_models import ANSWERS
 from benchmarks.store import DOCS, read_numbers
 
 PAGE = DOCS / "coverage.md"

@@ -81,8 +81,9 @@ def masks(given: argparse.Namespace) -> None:
     sizes = task.test.sizes.tolist()
     columns: dict[str, list[Any]] = {}
     if given.photos:
-        columns["photo"] = [x[:h, :w].cpu().numpy()
-                            for x, (h, w) in zip(task.test.x, sizes, strict=True)]  # fmt: skip
+        columns["photo"] = [
+            x[:h, :w].cpu().numpy() for x, (h, w) in zip(task.test.x, sizes, strict=True)
+        ]
     found = {"by hand": task.test.masks}
     found |= {name: task.answers(model.to(given.device)) + 1 for name, model in models.items()}
     for name, answers in found.items():

@@ -13,31 +13,34 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from benchmarks import store
 from benchmarks.measure.experiments import ALPHAS, DECAY, EXPERIMENTS, NORMS
+from benchmarks.pages.equation_figures import algorithm1, gate
+from benchmarks.pages.figure_style import BLUE, GREY, ORANGE, STYLES, panels
 from benchmarks.store import ROOT, read_numbers
-from polarprune.gates.gate import EPS_START, gate_slope, gate_value
+from polarprune.gates.gate import EPS_START
 from polarprune.report.plots import bars
-from polarprune.training.proximal import prox_l1
 
 RESULTS, OUT = ROOT / "results", store.FIGURES
 PAPER = read_numbers("paper")
 NAMES = {
-    "resnet56": "ResNet-56", "vgg16": "VGG-16", "mobilenetv2": "MobileNetV2",
-    "mobilenet_v1": "MobileNetV1", "mobilenet_v2": "MobileNetV2", "resnet50": "ResNet-50",
-}  # fmt: skip
-# Okabe and Ito's colours, which colour-blind readers can tell apart; marks and dashes for grey.
-BLUE, ORANGE, GREEN, PINK, GREY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#767676"
-STYLES = ((BLUE, "-", "o"), (ORANGE, "--", "s"), (GREEN, ":", "^"), (PINK, "-.", "D"))
-LABEL_OFFSETS = {  # of labels that would overlap
-    ("resnet56", "PFS"): (4, -10), ("resnet56", "ABCPruner"): (-50, -10),
-    ("resnet56", "SCOP"): (-30, 3), ("vgg16", "HRank"): (4, -10), ("mobilenetv2", "SCOP"): (4, -10),
-}  # fmt: skip
+    "resnet56": "ResNet-56",
+    "vgg16": "VGG-16",
+    "mobilenetv2": "MobileNetV2",
+    "mobilenet_v1": "MobileNetV1",
+    "mobilenet_v2": "MobileNetV2",
+    "resnet50": "ResNet-50",
+}
+LABEL_OFFSETS = {  # of labels that would overlap otherwise
+    ("resnet56", "PFS"): (4, -10),
+    ("resnet56", "ABCPruner"): (-50, -10),
+    ("resnet56", "SCOP"): (-30, 3),
+    ("vgg16", "HRank"): (4, -10),
+    ("mobilenetv2", "SCOP"): (4, -10),
+}
 MAIN = "resnet56-47-seed0"
 SHORT_RUNS = ("ablation", "plain", "search")  # how the names of shorter runs start
 
@@ -72,62 +75,6 @@ def score(name: str, stage: str) -> float:
 
 def ratio(name: str) -> float:
     return 100 * float(card(name)["macs_share"])
-
-
-def panels(count: int, width: float = 3.4, height: float = 2.8) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(width * count, height), layout="constrained")
-    axes = list(figure.subplots(1, count, squeeze=False)[0])
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(color="#e5e5e5", lw=0.6)
-        axis.set_axisbelow(True)
-    return figure, axes
-
-
-# --- without training -----------------------------------------------------------------------------
-
-
-def gate() -> Figure:
-    """g and its derivative for some ε."""
-    figure, (left, right) = panels(2)
-    alpha = torch.linspace(-1.2, 1.2, 1201, dtype=torch.float64)
-    for eps, (colour, dash, _) in zip((0.1, 0.01, 0.001), STYLES, strict=False):
-        left.plot(alpha, gate_value(alpha, eps), dash, color=colour, label=f"ε = {eps:g}")
-        right.plot(alpha, gate_slope(alpha, eps), dash, color=colour, label=f"ε = {eps:g}")
-    left.set(xlabel="α", ylabel="g(α) = α² / (α² + ε)")
-    right.set(xlabel="α", ylabel="dg / dα")
-    left.legend(frameon=False)
-    return figure
-
-
-def sweeps() -> dict[str, list[float]]:
-    """The paper's example: f(x, y) = ½(‖x - u‖² + ‖y - v‖²) + c ‖x‖₀ ‖y‖₀, after 0, 1, … sweeps."""
-    u, v, c = [0.1, 0.2], [-0.3, 0.5, 0.6], 0.01
-    starts = {"init 1": [0.1, 0.8, 0.7, 0.3, 0.8], "init 2": [0.4, 0.1, 0.7, 0.5, 0.0]}
-    aim, owner = torch.tensor(u + v).double(), torch.tensor([0, 0, 1, 1, 1])
-    q, b = torch.tensor([[0, c], [c, 0]]).double(), torch.zeros(2).double()
-
-    def value(x: torch.Tensor) -> float:
-        live = [int((x[owner == k] != 0).sum()) for k in (0, 1)]
-        return float(0.5 * ((x - aim) ** 2).sum() + c * live[0] * live[1])
-
-    found = {}
-    for name, start in starts.items():
-        first = torch.tensor(start).double()
-        found[name] = [value(first)]
-        found[name] += [
-            value(prox_l1(aim, owner, q, b, 1.0, sweeps=n, start=first)) for n in range(1, 7)
-        ]
-    return found
-
-
-def algorithm1() -> Figure:
-    figure, (axis,) = panels(1)
-    for (name, values), (colour, dash, mark) in zip(sweeps().items(), STYLES, strict=False):
-        axis.plot(range(len(values)), values, dash, marker=mark, color=colour, label=name)
-    axis.set(xlabel="sweeps of Algorithm 1", ylabel="f(x, y)")
-    axis.legend(frameon=False)
-    return figure
 
 
 # --- from the runs of the table -------------------------------------------------------------------
@@ -169,8 +116,13 @@ def stability() -> Figure:
         colour, dash, _ = STYLES[number % len(STYLES)]
         epochs = [r["epoch"] for r in rows]
         left.plot(epochs, [r["loss"] for r in rows], dash, color=colour, lw=1, label=name)
-        left.plot([r["epoch"] for r in scored], [r["recalibrated_loss"] for r in scored], "s",
-                  ms=3, color=colour)  # fmt: skip
+        left.plot(
+            [r["epoch"] for r in scored],
+            [r["recalibrated_loss"] for r in scored],
+            "s",
+            ms=3,
+            color=colour,
+        )
         right.plot(epochs, [r["macs"] for r in rows], dash, color=colour, lw=1)
     left.set(xlabel="epoch", ylabel="training loss (squares: test loss)", ylim=(0, 4))
     right.set(xlabel="epoch", ylabel="MACs left", ylim=(0, 1.02))
@@ -187,12 +139,22 @@ def accuracy() -> Figure:
     for axis, network in zip(axes, networks, strict=True):
         for row in PAPER["cifar10"][network]:
             mine = row["method"] == "GDP"
-            axis.plot(row["ratio"], row["accuracy"], "s" if mine else "x", ms=6,
-                      color=ORANGE if mine else GREY)  # fmt: skip
+            axis.plot(
+                row["ratio"],
+                row["accuracy"],
+                "s" if mine else "x",
+                ms=6,
+                color=ORANGE if mine else GREY,
+            )
             if not mine:
-                axis.annotate(row["method"], (row["ratio"], row["accuracy"]), fontsize=8,
-                              xytext=LABEL_OFFSETS.get((network, row["method"]), (4, 3)),
-                              textcoords="offset points", color=GREY)  # fmt: skip
+                axis.annotate(
+                    row["method"],
+                    (row["ratio"], row["accuracy"]),
+                    fontsize=8,
+                    xytext=LABEL_OFFSETS.get((network, row["method"]), (4, 3)),
+                    textcoords="offset points",
+                    color=GREY,
+                )
         for name in ours:
             if card(name)["network"] == network:
                 axis.plot(ratio(name), score(name, "after removal"), "o", ms=6, color=BLUE)
@@ -200,8 +162,11 @@ def accuracy() -> Figure:
         axis.set_title(NAMES[network], fontsize=10)
         axis.margins(0.18)
     axes[0].set_ylabel("accuracy (%)")
-    for mark, colour, label in (("o", BLUE, "polarprune"), ("s", ORANGE, "GDP, as published"),
-                                ("x", GREY, "others, as published there")):  # fmt: skip
+    for mark, colour, label in (
+        ("o", BLUE, "polarprune"),
+        ("s", ORANGE, "GDP, as published"),
+        ("x", GREY, "others, as published there"),
+    ):
         axes[2].plot([], [], mark, color=colour, label=label)
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
     return figure
@@ -231,11 +196,19 @@ def headline() -> list[str]:
 def imagenet() -> Figure:
     """The paper's published curves for ImageNet; we have no runs on it."""
     figure, (axis,) = panels(1, 4.4, 3.2)
-    for network, (colour, dash, mark) in zip(("resnet50", "mobilenet_v2", "mobilenet_v1"), STYLES,
-                                             strict=False):  # fmt: skip
+    for network, (colour, dash, mark) in zip(
+        ("resnet50", "mobilenet_v2", "mobilenet_v1"), STYLES, strict=False
+    ):
         row = PAPER["imagenet"][network]
-        axis.plot(row["ratio"], row["accuracy"], dash, marker=mark, ms=5, color=colour,
-                  label=NAMES[network])  # fmt: skip
+        axis.plot(
+            row["ratio"],
+            row["accuracy"],
+            dash,
+            marker=mark,
+            ms=5,
+            color=colour,
+            label=NAMES[network],
+        )
         axis.plot(100, row["baseline"], mark, ms=6, color=colour, mfc="white")
     axis.set(xlabel="FLOPs left (%); open marks: baselines", ylabel="top-1 accuracy (%)")
     axis.legend(frameon=False)
@@ -269,26 +242,36 @@ def consistency() -> Figure:
     axis.plot(x, y, "o", color=BLUE)
     for k, (name, *at) in enumerate(zip(names, x, y, strict=True)):
         aside = (-6, 2 - 8 * (k % 2)) if at[0] > statistics.mean(x) - 5 else (6, -3)
-        axis.annotate(f"λ = {name.removeprefix('ablation-lam')}", at, fontsize=8, xytext=aside,
-                      textcoords="offset points", color=GREY,
-                      ha="right" if aside[0] < 0 else "left")  # fmt: skip
+        axis.annotate(
+            f"λ = {name.removeprefix('ablation-lam')}",
+            at,
+            fontsize=8,
+            xytext=aside,
+            textcoords="offset points",
+            color=GREY,
+            ha="right" if aside[0] < 0 else "left",
+        )
     axis.set(xlabel="super-net, before removal (%)", ylabel="sub-net, after fine-tuning (%)")
-    axis.set_title(f"correlation {found:.3f} (paper: {PAPER['imagenet']['correlation']})",
-                   fontsize=10)  # fmt: skip
+    axis.set_title(
+        f"correlation {found:.3f} (paper: {PAPER['imagenet']['correlation']})", fontsize=10
+    )
     axis.margins(0.15)
     return figure
 
 
 def decays() -> dict[float, float]:
     """Return the accuracy for each decay of ε per epoch."""
-    return {float(n.removeprefix("ablation-decay")): score(n, "after removal")
-            for n in ablations("decay")}  # fmt: skip
+    return {
+        float(n.removeprefix("ablation-decay")): score(n, "after removal")
+        for n in ablations("decay")
+    }
 
 
 def starts() -> dict[float, float]:
     """Return the accuracy for each initial ε; a run of `decays` has the default one."""
-    found = {float(n.removeprefix("ablation-eps")): score(n, "after removal")
-             for n in ablations("eps")}  # fmt: skip
+    found = {
+        float(n.removeprefix("ablation-eps")): score(n, "after removal") for n in ablations("eps")
+    }
     return dict(sorted({**found, EPS_START: decays()[DECAY]}.items()))
 
 
@@ -312,9 +295,12 @@ def epsilon() -> Figure:
 
 
 METHODS = {
-    "reference": "GDP", "sweeps3": "GDP, N = 3", "scratch": "GDP from scratch",
-    "kernel-gates": "gates from kernel norms", "naive-sl0": "naive SL0",
-}  # fmt: skip
+    "reference": "GDP",
+    "sweeps3": "GDP, N = 3",
+    "scratch": "GDP from scratch",
+    "kernel-gates": "gates from kernel norms",
+    "naive-sl0": "naive SL0",
+}
 
 
 def variant_scores() -> dict[str, float]:
@@ -357,17 +343,29 @@ def norm() -> Figure:
     axis.set(xlabel="initial α", ylabel="MACs left (%)", ylim=(0, 103))
     axis.set_xticks(sorted(ALPHAS))
     figure.legend(
-        frameon=False, loc="outside upper center", ncols=3, columnspacing=1, handlelength=1.6,
+        frameon=False,
+        loc="outside upper center",
+        ncols=3,
+        columnspacing=1,
+        handlelength=1.6,
         fontsize=9,
-    )  # fmt: skip
+    )
     return figure
 
 
 FIGURES: dict[str, Callable[[], Figure]] = {
-    "gate": gate, "algorithm1": algorithm1, "histograms": histograms, "lasso": lasso,
-    "stability": stability, "accuracy": accuracy, "imagenet": imagenet,
-    "consistency": consistency, "epsilon": epsilon, "variants": variants, "norm": norm,
-}  # fmt: skip
+    "gate": gate,
+    "algorithm1": algorithm1,
+    "histograms": histograms,
+    "lasso": lasso,
+    "stability": stability,
+    "accuracy": accuracy,
+    "imagenet": imagenet,
+    "consistency": consistency,
+    "epsilon": epsilon,
+    "variants": variants,
+    "norm": norm,
+}
 
 
 def main(names: list[str]) -> list[str]:

@@ -92,8 +92,12 @@ def exported() -> list[str]:
         "Python ([exported.py](../benchmarks/measure/exported.py)).",
     ]
     for device, networks in sorted(read_numbers("exported").items()):
-        rows = [(name, way, found[way]) for name, found in networks.items()
-                for way in WAYS if way in found]  # fmt: skip
+        rows = [
+            (name, way, found[way])
+            for name, found in networks.items()
+            for way in WAYS
+            if way in found
+        ]
         multiples = sorted({key for _, _, row in rows for key in row["gain"]}, key=int)
         heads = ["network", "batch", "mode", "plain (ms)", *multiples, "GMAC/s", "memory-bound"]
         lines += ["", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
@@ -107,8 +111,10 @@ def exported() -> list[str]:
         lines += ["", _machine(device, [row for _, _, row in rows])]
         held = [f"{name} {WAYS[way]}" for name, way, row in rows if row.get("malloc")]
         if held:
-            lines[-1] += (f" With `MALLOC_TRIM_THRESHOLD_` and `MALLOC_MMAP_THRESHOLD_` of 4 GB: "
-                          f"{'; '.join(held)}.")  # fmt: skip
+            lines[-1] += (
+                f" With `MALLOC_TRIM_THRESHOLD_` and `MALLOC_MMAP_THRESHOLD_` of 4 GB: "
+                f"{'; '.join(held)}."
+            )
         blocked = [_blocked(name, row["why"]) for name, way, row in rows if way == "onnxruntime"]
         if blocked:
             lines += [

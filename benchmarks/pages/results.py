@@ -63,7 +63,7 @@ def page(runs: list[StoredRun], folder: Path) -> str:
         f"figures`. Ablations are runs of {SHORT} epochs with ResNet-56 on CIFAR-10, from the same "
         "baseline and without a teacher. The paper's ablations are on ImageNet.",
         *figure_section(),
-        "## Following the budget path",
+        "## Steering",
         *steering(),
         "## The paper's plain mode",
         *plain_mode(folder),

@@ -1,4 +1,4 @@
-"""The section on following the budget path in docs/results.md, and its two figures.
+"""The section on steering in docs/results.md, and its two figures.
 
 The numbers are from steering.json (see measure/steering.py) and from the logs in results/:
 
@@ -16,7 +16,8 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from benchmarks.measure.steering import APART, LANDED, RISE, broken, read
 from benchmarks.pages import figures
-from benchmarks.pages.figures import BLUE, GREEN, GREY, ORANGE, PINK, Missing, card, log
+from benchmarks.pages.figure_style import BLUE, GREEN, GREY, ORANGE, PINK
+from benchmarks.pages.figures import Missing, card, log
 
 NAMES = {
     **figures.NAMES,
