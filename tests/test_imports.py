@@ -84,6 +84,7 @@ ORDER: dict[str, list[str]] = {
     ],
     "surgery": [
         "other_inputs",
+        "repeatable_runs",
         "proof",
         "recipe",
         "module_sizes",

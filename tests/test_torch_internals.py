@@ -37,6 +37,7 @@ def torch_state() -> list[object]:
         _symbolic_trace._wrapped_fns_to_patch.keys() >= WRAPPED,
         torch.backends.mha.get_fastpath_enabled(),
         torch.backends.mkldnn.enabled,
+        *(backend.fp32_precision for backend in patches._float32_backends()),
     ]
 
 
@@ -61,6 +62,8 @@ PATCHES: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "fx.wrap": patches.fx_wrap_ignored,
     "fused kernels": lambda: patches.fused_kernels_off([nn.LSTM(1, 1)]),
 }
+if patches._float32_backends():  # an older torch has no flags to patch
+    PATCHES["float32 precision"] = patches.full_float32_precision
 
 
 @pytest.mark.parametrize("name", PATCHES)
@@ -308,14 +311,14 @@ def test_no_other_package_replaces_classes_or_members_of_torch() -> None:
         for path in ROOT.rglob("*.py")
         if path.parent.name != "torch_internals"
         for node in ast.walk(ast.parse(path.read_text()))
-        if _swaps_class(node) or _patches_torch(node)
+        if _assigns(node, "__class__", "fp32_precision") or _patches_torch(node)
     ]
     assert not found
 
 
-def _swaps_class(node: ast.AST) -> bool:
+def _assigns(node: ast.AST, *attributes: str) -> bool:
     targets = node.targets if isinstance(node, ast.Assign) else []
-    return any(isinstance(t, ast.Attribute) and t.attr == "__class__" for t in targets)
+    return any(isinstance(t, ast.Attribute) and t.attr in attributes for t in targets)
 
 
 def _patches_torch(node: ast.AST) -> bool:

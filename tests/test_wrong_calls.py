@@ -516,15 +516,15 @@ FRESH |= {
 # Gate
 for value in (0, -1, "3", 2.5, None, True, [3]):
     FRESH[f"Gate: size={value!r}"] = (
-        lambda w, value=value: pp.Gate(value), r"Gate: size=.*; give the number of channels",
+        lambda w, value=value: pp.Gate(value), r"Gate: size=.*; pass the number of channels",
     )  # fmt: skip
 for value in ("1", None, 1.5, True):
     FRESH[f"Gate: axis={value!r}"] = (
-        lambda w, value=value: pp.Gate(3, value), r"Gate: axis=.*; give the axis of the channels",
+        lambda w, value=value: pp.Gate(3, value), r"Gate: axis=.*; pass the axis of the channels",
     )  # fmt: skip
 for value in (torch.int64, torch.complex64, "float32", None, float):
     FRESH[f"Gate: dtype={value!r}"] = (
-        lambda w, value=value: pp.Gate(3, 1, value), r"Gate: dtype=.*; give a floating-point type",
+        lambda w, value=value: pp.Gate(3, 1, value), r"Gate: dtype=.*; pass a floating-point dtype",
     )  # fmt: skip
 for name, value in {
     "four channels": torch.ones(2, 4),
@@ -536,7 +536,7 @@ for name, value in {
 }.items():
     FRESH[f"Gate: called, {name}"] = (
         lambda w, value=value: pp.Gate(3)(value),
-        "Gate: the input is .*; give a floating-point tensor with 3 channels along",
+        "Gate: the input is .*; pass a floating-point tensor with 3 channels along",
     )
 
 # Schedule
@@ -788,7 +788,7 @@ STAGES: list[tuple[Callable[[Path], World], dict[str, tuple[Call, str]]]] = [
 ]  # fmt: skip
 CALLS = {name: (stage, *entry) for stage, table in STAGES for name, entry in table.items()}
 REMEDY = (
-    r"\b([Gg]ive|[Uu]se|[Cc]all|[Bb]uild|[Rr]un|[Mm]ove|[Pp]rint|[Ss]et|[Tt]rain on|[Ll]oad|"
+    r"\b([Gg]ive|[Pp]ass|[Uu]se|[Cc]all|[Bb]uild|[Rr]un|[Mm]ove|[Pp]rint|[Ss]et|[Tt]rain on|[Ll]oad|"
     r"[Ll]ower|[Cc]orrect|[Ll]et|[Ss]ave|[Cc]opy|[Aa]ttach|trace this|want(ed)?|must|is enough|"
     r"go back|only|leave it out|Names are as|Open groups|Please report|says why|"
     r"a fraction of|lowest is)\b"

@@ -32,22 +32,21 @@ def gate_slope(alpha: Tensor, eps: Tensor | float) -> Tensor:
 
 
 @gate_part
-@gate_part
 class Gate(nn.Module):
     """Multiply each channel of the input by its gate g(α) = α² / (α² + ε), between 0 and 1.
 
-    `alpha` is a learned parameter, one number for each channel, and starts at 1. `eps` is a buffer
-    that starts at 0.1 and that a schedule decays. A channel whose α is 0 is closed: its gate is 0
-    and its gradient is 0. `Pruner` installs and steers gates by itself; use this module to place a
-    gate by hand.
+    `alpha` is a learned parameter with one number for each channel, and starts at 1. `eps` is a
+    buffer that starts at 0.1; a schedule decays it. A channel whose α is 0 is closed: its gate is 0
+    and its gradient is 0. `Pruner` installs and controls gates automatically. Use this module to
+    add a gate by hand.
 
     Args:
         size: Number of channels, at least 1.
         axis: Axis of the input that holds the channels.
-        dtype: Floating-point type of α and ε. The input may have another type.
+        dtype: Floating-point dtype of α and ε. The input may have another dtype.
 
     Raises:
-        PruneError: If an argument is of the wrong kind, or if the input of a call is not a
+        PruneError: If an argument has the wrong type or value, or if the input of a call is not a
             floating-point tensor with `size` channels along `axis`.
 
     Example:
@@ -76,18 +75,35 @@ class Gate(nn.Module):
         self.register_buffer("eps", torch.tensor(EPS_START, dtype=dtype))
 
     def values(self) -> Tensor:
-        """Return the gates of all channels, between 0 and 1."""
+        """Return the gates of all channels, between 0 and 1.
+
+        Returns:
+            One value g(α) for each channel, differentiable with respect to `alpha`.
+
+        Example:
+            >>> import torch
+            >>> import polarprune as pp
+            >>> gate = pp.Gate(2)
+            >>> with torch.no_grad():
+            ...     _ = gate.alpha.copy_(torch.tensor([0.0, 0.1]))
+            >>> [round(value, 3) for value in gate.values().tolist()]
+            [0.0, 0.091]
+        """
         return gate_value(self.alpha, self.eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `x` with every channel multiplied by its gate, in the type of `x`."""
+        """Return `x` with every channel multiplied by its gate, in the dtype of `x`."""
         self._check_input(x)
         shape = [1] * x.dim()
         shape[self.axis] = -1
         return x * self.values().to(x.dtype).reshape(shape)
 
     def _check_input(self, x: object) -> None:
-        """Raise unless `x` fits: it might broadcast, or an integer type round gates to 0 and 1."""
+        """Raise unless `x` is a floating-point tensor with the channels of this gate.
+
+        Without this check, a wrong shape could broadcast, and an integer dtype would round the
+        gates to 0 and 1.
+        """
         given, size = type(x).__name__, len(self.alpha)
         if isinstance(x, Tensor):
             fits = -x.dim() <= self.axis < x.dim() and x.shape[self.axis] == size
@@ -95,34 +111,33 @@ class Gate(nn.Module):
                 return
             given = f"{x.dtype} of shape {list(x.shape)}"
         raise PruneError(
-            f"Gate: the input is {given}; give a floating-point tensor with {size} channels along "
-            f"axis {self.axis}, or build Gate(size, axis) for this input."
+            f"Gate: the input is {given}; pass a floating-point tensor with {size} channels along "
+            f"axis {self.axis}, or create Gate(size, axis) to match this input."
         )
 
 
 def _check(size: object, axis: object, dtype: object) -> None:
-    """Raise unless these are valid arguments of a gate."""
+    """Raise unless these are valid arguments of `Gate`."""
     if not isinstance(size, Integral) or isinstance(size, bool) or int(size) < 1:
-        raise PruneError(f"Gate: size={size!r}; give the number of channels, at least 1.")
+        raise PruneError(f"Gate: size={size!r}; pass the number of channels, at least 1.")
     if not isinstance(axis, Integral) or isinstance(axis, bool):
-        raise PruneError(f"Gate: axis={axis!r}; give the axis of the channels, an integer.")
+        raise PruneError(f"Gate: axis={axis!r}; pass the axis of the channels, an integer.")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise PruneError(
-            f"Gate: dtype={dtype!r}; give a floating-point type, such as torch.float32."
+            f"Gate: dtype={dtype!r}; pass a floating-point dtype, such as torch.float32."
         )
 
 
 class ReadyWeights(Protocol):
-    """Computes the gated weights of a network together (`FusedGates`)."""
+    """The part of `FusedGates` that a gated weight uses: all gated weights, computed together."""
 
     def take(self, slot: int, weight: Tensor) -> Tensor | None:
-        """Return the gated weight number `slot` if it is ready."""
+        """Return the gated weight at index `slot`, or None if it is not computed yet."""
 
 
-@gate_part
 @gate_part
 class GateVector(nn.Module):
-    """The gates of some channels as one vector: the weights of a norm's means over them.
+    """The gates of some channels as one vector, with which a norm weights its means.
 
     Args:
         gates: The gates that occur along the axis.
@@ -142,11 +157,10 @@ class GateVector(nn.Module):
 
 
 @gate_part
-@gate_part
 class GatedWeight(nn.Module):
     """A parametrization that multiplies the gates of the input channels into the weight.
 
-    W·(g ⊙ x) = (W ⊙ g)·x, and weights are usually smaller than activations.
+    W·(g ⊙ x) = (W ⊙ g)·x, and weights usually have fewer elements than activations.
 
     Args:
         gates: The gates that occur along the axis.
@@ -161,13 +175,13 @@ class GatedWeight(nn.Module):
         super().__init__()
         self.gates = nn.ModuleList(gates)
         self.axis = axis
-        # One gate whose channels are in order: the values need no indexing.
+        # With a single gate whose channels are in order, the values need no indexing.
         self.simple = len(gates) == 1 and torch.equal(
             units, torch.arange(len(gates[0].alpha), device=units.device)
         )
         self.register_buffer("units", units, persistent=False)
-        self.fused: ReadyWeights | None = None  # set where computing weights together is faster
-        self.slot = 0  # the number of this weight there
+        self.fused: ReadyWeights | None = None  # set by `fuse_gates` if that is faster
+        self.slot = 0  # the index of this weight in `fused`
 
     def forward(self, weight: Tensor) -> Tensor:
         """Return the weight multiplied by its gates."""

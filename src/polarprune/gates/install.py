@@ -1,11 +1,13 @@
-"""Install gates: before every layer that merges prunable channels, as factors of its weight.
+"""Install gates in every layer that reads prunable channels, as factors of its weight.
 
-A gate is a parametrization of the weight (`GatedWeight`), so the user's modules, their names and
-their code stay as they are.
+A gate is a parametrization of the weight (`GatedWeight`), so the user's modules keep their names
+and their code.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -26,12 +28,22 @@ from .folding import plain
 from .fused import fuse_gates
 from .gate import ALPHA_START, Gate, GatedWeight, GateVector
 
+# A module and the name of a parameter or buffer in it.
+_Owner = tuple[nn.Module, str]
+# Given the units along an axis: the gates of the axis, and the index of each unit among them.
+_LocalGates = Callable[[Tensor], tuple[list[Gate], Tensor]]
+
 
 def install(model: nn.Module, graph: Graph, example: Example) -> dict[str, Gate]:
-    """Install a gate before every layer that merges prunable channels, in place.
+    """Install a gate in every layer that reads prunable channels, in place.
+
+    Args:
+        model: The model to change.
+        graph: The graph of the model.
+        example: Inputs on which the gates are checked.
 
     Returns:
-        Group name -> its gate.
+        The gate of each prunable group, by the name of the group.
 
     Raises:
         PruneError: If gates cannot be installed or have no effect. The model is unchanged then.
@@ -42,12 +54,20 @@ def install(model: nn.Module, graph: Graph, example: Example) -> dict[str, Gate]
         name: Gate(group.size, dtype=dtype).to(like.device)
         for name, group in graph.prunable.items()
     }
-    before = [(module, type(module), dict(vars(module))) for module in model.modules()]
-    tables = [(v, dict(v)) for _, _, own in before for v in own.values() if isinstance(v, dict)]
-    try:
+    with _undone_on_error(model):
         expose(model, graph.forward_weights)
         insert_gates(model, graph, gates, torch.ones(graph.units, dtype=torch.bool, device="cpu"))
         _check(model, graph, gates, example)
+    return gates
+
+
+@contextmanager
+def _undone_on_error(model: nn.Module) -> Iterator[None]:
+    """Context manager: after an exception, restore all modules and raise a PruneError."""
+    before = [(module, type(module), dict(vars(module))) for module in model.modules()]
+    tables = [(v, dict(v)) for _, _, own in before for v in own.values() if isinstance(v, dict)]
+    try:
+        yield
     except Exception as error:
         for module, family, own in before:
             set_class(module, family)
@@ -59,27 +79,32 @@ def install(model: nn.Module, graph: Graph, example: Example) -> dict[str, Gate]
         if isinstance(error, PruneError):
             raise
         raise PruneError(
-            f"gates cannot be installed in this model: {error!r}. Freeze the part in question "
-            f"with keep=[...]. Nothing was changed."
+            f"gates cannot be installed in this model: {error!r}. Freeze the affected part with "
+            f"keep=[...]. Nothing was changed."
         ) from error
-    return gates
 
 
 def _check(model: nn.Module, graph: Graph, gates: dict[str, Gate], example: Example) -> None:
-    """Raise unless random gates change the output as multiplying them into the weights does."""
+    """Raise if gates have no effect.
+
+    Gates get random values. The output must then change as it does when the gates are multiplied
+    into the weights.
+    """
     weighted = torch.cat([torch.arange(0), *(units.flatten() for units in graph.weights.values())])
     generator = torch.Generator("cpu").manual_seed(0)
     for name, group in graph.prunable.items():
         mine = torch.arange(group.offset, group.offset + group.size)
-        if not bool(torch.isin(mine, weighted).any()):  # weighted norms agree at 0 and 1 only
+        # Weighted norms are exact for gates of 0 and 1 only, so their groups keep the start value.
+        if not bool(torch.isin(mine, weighted).any()):
             drawn = torch.rand(group.size, generator=generator, device="cpu") + 0.2
             gates[name].alpha.data.copy_(drawn)
     try:
         if not _alike(model, plain(model), example) and _alike(model, model, example):
             raise PruneError(
-                "gates have no effect in this model: it reads weights past the modules that hold "
-                "them (through a list, a partial function or its own train(), for example). Read "
-                "them from the module, or freeze it with keep=[...]. Nothing was changed."
+                "gates have no effect in this model: it does not read weights from the modules "
+                "that hold them (but from a list, a partial function or a custom train(), for "
+                "example). Read weights from the module, or freeze it with keep=[...]. Nothing was "
+                "changed."
             )
     finally:
         for gate in gates.values():
@@ -98,7 +123,14 @@ _CLOSE = 1e-4
 
 
 def insert_gates(model: nn.Module, graph: Graph, gates: dict[str, Gate], alive: Tensor) -> None:
-    """Install gates in a model that has the units that are `alive`; others were removed."""
+    """Install gates in a model from which channels may have been removed.
+
+    Args:
+        model: The model to change.
+        graph: The graph of the original model.
+        gates: The gate of each prunable group, with the channels that the model still has.
+        alive: For every unit of the graph, whether the model still has it.
+    """
     tensors = dict(named_tensors(model))
     home = next(iter(gates.values())).alpha.device
 
@@ -106,37 +138,53 @@ def insert_gates(model: nn.Module, graph: Graph, gates: dict[str, Gate], alive: 
         return _local(graph, gates, units[stays(units, alive)], alive)
 
     weigh(model, graph, lambda units: GateVector(*local(units)).to(home))
-    # weights that a parametrization of the user computes
+    # Weights that a parametrization of the user computes are not in `tensors`.
     made = {name: [(module, leaf)] for name, module, leaf, _ in parametrized(model)}
-    sites = {name: axes for name, axes in graph.sites.items() if name in tensors or name in made}
+    sites = [name for name in graph.sites if name in tensors or name in made]
     owners = {name: made.get(name) or _owners(model, tensors[name]) for name in sites}
-    simple = []  # weights that one module holds and that have gates along one axis
-    for name, axes in sites.items():
-        gated = [(axis, *local(units)) for axis, units in axes.items()]
-        gated = [item for item in gated if item[1]]  # an axis may have only frozen channels left
-        for axis, mine, units in gated:
-            weight = GatedWeight(mine, units, axis).to(getattr(*owners[name][0]).device)
-            for owner, leaf in owners[name]:
-                parametrize.register_parametrization(owner, leaf, weight)
-        if len(gated) == len(axes) == len(owners[name]) == 1 and name not in made:
-            tables = cast(nn.ModuleDict, owner.parametrizations)
-            simple.append(cast(ParametrizationList, tables[leaf]))
-    fuse_gates(model, simple)
+    counts = {name: _gate_weight(owners[name], graph.sites[name], local) for name in sites}
+    fusible = [name for name in sites if name not in made and len(owners[name]) == 1]
+    fusible = [name for name in fusible if counts[name] == len(graph.sites[name]) == 1]
+    fuse_gates(model, [_parametrizations(*owners[name][0]) for name in fusible])
     open_encoders(model)
-    for owner in {owner for name in sites for owner, _ in owners[name]}:
+    _detach_after_forward({owner for name in sites for owner, _ in owners[name]})
+
+
+def _gate_weight(owners: list[_Owner], axes: dict[int, Tensor], local: _LocalGates) -> int:
+    """Register the gates of a weight in all of its owners; return the number of gated axes."""
+    gated = [(axis, *local(units)) for axis, units in axes.items()]
+    gated = [item for item in gated if item[1]]  # an axis may have only frozen channels left
+    for axis, gates, units in gated:
+        weight = GatedWeight(gates, units, axis).to(getattr(*owners[0]).device)
+        for owner, leaf in owners:
+            parametrize.register_parametrization(owner, leaf, weight)
+    return len(gated)
+
+
+def _parametrizations(owner: nn.Module, leaf: str) -> ParametrizationList:
+    """Return the parametrizations of a tensor."""
+    return cast(ParametrizationList, cast(nn.ModuleDict, owner.parametrizations)[leaf])
+
+
+def _detach_after_forward(owners: set[nn.Module]) -> None:
+    """Register the hook of recurrent layers that detaches their weights after a forward."""
+    for owner in owners:
         if isinstance(owner, nn.RNNBase):
-            owner.register_forward_hook(_let_go)
+            owner.register_forward_hook(_detach_weights)
 
 
 @gate_part
-def _let_go(module: nn.RNNBase, args: object, out: object) -> None:
-    """Detach the weights that a recurrent layer stores: tensors with a graph cannot be copied."""
+def _detach_weights(module: nn.RNNBase, args: object, out: object) -> None:
+    """Detach the weights that a recurrent layer stores.
+
+    `copy.deepcopy` does not accept tensors that have an autograd graph.
+    """
     weights = module._flat_weights
     module._flat_weights = [None if weight is None else weight.detach() for weight in weights]
 
 
-def _owners(model: nn.Module, tensor: Tensor) -> list[tuple[nn.Module, str]]:
-    """Return every module and name that holds a tensor; a tied weight has several."""
+def _owners(model: nn.Module, tensor: Tensor) -> list[_Owner]:
+    """Return every module that holds a tensor, with its name there; a tied weight has several."""
     return [
         (module, leaf)
         for module in model.modules()
@@ -149,13 +197,13 @@ def _owners(model: nn.Module, tensor: Tensor) -> list[tuple[nn.Module, str]]:
 def _local(
     graph: Graph, gates: dict[str, Gate], units: Tensor, alive: Tensor
 ) -> tuple[list[Gate], Tensor]:
-    """Return the gates that an axis needs, and for each of its units the index among them.
+    """Return the gates that an axis needs, and the index of each unit in these gates.
 
-    A unit without a gate gets -1.
+    The indices count through the concatenated gates. A unit without a gate gets -1.
     """
     needed: list[Gate] = []
     local = torch.full_like(units, -1)
-    rank = torch.cumsum(alive, 0) - 1  # index among the units that are alive
+    rank = torch.cumsum(alive, 0) - 1  # the index of a unit among those that the model still has
     start = 0
     for name, group in graph.prunable.items():
         mine = (units >= group.offset) & (units < group.offset + group.size)

@@ -1,14 +1,13 @@
-"""Inputs that differ from the example: other values, another batch size, another picture size.
+"""Make inputs that differ from the example in their values, batch size or picture size.
 
-A proof on the example alone says nothing about code that reads sizes. A model need not accept these
-inputs: the caller compares two models on those that the first one accepts.
+Code of a model may depend on sizes, so two models that agree on the example can differ on other
+inputs. A model need not accept all of these inputs; the caller skips those that it refuses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +16,21 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..tracing.model_state import Example
 
 ANOTHER_BATCH = "another batch size"
-_STEP = 32  # pixels: networks halve pictures up to five times
+_STEP = 32  # in pixels; networks halve pictures up to five times
 
 
 def fresh_inputs(example: Example) -> Iterator[tuple[str, Example]]:
-    """Each with its name. Floats are those of the example, in another order: their range stays."""
+    """Yield inputs that differ from the example, each with its name.
+
+    Floating-point values are those of the example in another order, so their range is the same.
+
+    Args:
+        example: The inputs to vary.
+
+    Yields:
+        Other values; another batch size; then either another picture size, or another size of
+        axis 1 and of axis 2 where all tensors agree on that size.
+    """
     example = tree_map_only(Tensor, _shuffled, example)
     tensors = [leaf for leaf in tree_leaves(example) if isinstance(leaf, Tensor) and leaf.dim()]
     if not tensors:
@@ -42,12 +51,16 @@ def fresh_inputs(example: Example) -> Iterator[tuple[str, Example]]:
 
 
 def _changed(example: Example, change: Callable[[Tensor], Tensor]) -> Example:
-    found: Any = tree_map_only(Tensor, change, example)
-    return found  # type: ignore[no-any-return]
+    """Return the example with a function applied to every tensor."""
+    found: Example = tree_map_only(Tensor, change, example)
+    return found
 
 
 def _shuffled(x: Tensor) -> Tensor:
-    """Integers stay in their order: they may be indices or lengths. So do sparse tensors."""
+    """Return the values of a tensor in a random order.
+
+    Integers keep their order because they may be indices or lengths. Sparse tensors keep it too.
+    """
     if not x.is_floating_point() or x.layout != torch.strided:
         return x.detach().clone()
     generator = torch.Generator("cpu").manual_seed(0)
@@ -56,13 +69,14 @@ def _shuffled(x: Tensor) -> Tensor:
 
 
 def _grown(x: Tensor, axis: int, more: int, wanted: int) -> Tensor:
-    """With the first entries once more at the end, if the axis has the wanted size."""
+    """Append the first `more` entries to an axis, if the axis has the size `wanted`."""
     if x.dim() <= axis or x.shape[axis] != wanted:
         return x
     return torch.cat([x, x.narrow(axis, 0, min(more, wanted))], axis)
 
 
 def _larger(x: Tensor, height: int, width: int) -> Tensor:
+    """Enlarge a picture by up to `_STEP` pixels a side, if it has this height and width."""
     if x.dim() < 3 or x.shape[-2:] != (height, width):
         return x
     for axis, size in ((-2, height), (-1, width)):

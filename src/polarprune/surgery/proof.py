@@ -1,10 +1,14 @@
-"""Equality of two models, measured: nothing is handed out that was not compared."""
+"""Prove that two models compute the same function, and check the MACs of the small one.
+
+The gated model and the pruned model run on the same inputs, with all randomness removed, and their
+outputs are compared. `export` and `compact` return a model only after this proof.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..errors import PruneError
 from ..rewriting.parametrizations import settle_weights
+from ..torch_internals.patches import full_float32_precision
 from ..tracing.copying import copy_model
 from ..tracing.mac_count import MISSING_FORMULAS
 from ..tracing.model_state import (
@@ -25,128 +30,61 @@ from ..tracing.model_state import (
     without_fused_paths,
 )
 from .other_inputs import ANOTHER_BATCH, fresh_inputs
-
-
-class _NoDice(TorchFunctionMode):
-    """Dropout and noise draw as many numbers as there are elements, which differ from size to size:
-    dropout is off, and noise is the same everywhere."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _DROPOUTS:
-            return args[0] if args else kwargs["input"]
-        if func in _NOISE and kwargs.get("generator") is None:  # else a fixed vector
-            return func(*args, **kwargs).fill_(_NOISE[func])
-        if func is torch.nn.functional.multi_head_attention_forward:
-            kwargs = {**kwargs, "training": False}  # it calls dropout where no mode looks
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            kwargs = {**kwargs, **({"dropout_p": 0.0} if "dropout_p" in kwargs else {})}
-        return func(*args, **kwargs)
-
-
-_DROPOUTS = {
-    getattr(space, name)
-    for space in (torch.nn.functional, torch)
-    for name in (
-        "dropout",
-        "dropout1d",
-        "dropout2d",
-        "dropout3d",
-        "alpha_dropout",
-        "dropout_",
-        "feature_alpha_dropout",
-        "feature_dropout",
-        "native_dropout",
-    )
-    if hasattr(space, name)
-}
-
-
-_NOISE: dict[Any, float] = {
-    getattr(space, name): value
-    for name, value in {
-        "rand": 0.75,
-        "rand_like": 0.75,
-        "uniform_": 0.75,
-        "randn": 0.5,
-        "randn_like": 0.5,
-        "normal_": 0.5,
-        "bernoulli": 1.0,
-        "bernoulli_": 1.0,
-        "exponential_": 0.75,
-    }.items()
-    for space in (torch, torch.Tensor)
-    if hasattr(space, name)
-}
+from .repeatable_runs import TorchFunction, repeatable
 
 
 class StaysDouble(TorchFunctionMode):
-    """Code that asks for float32 gets float64: the norms and softmaxes of transformers ask."""
+    """Compute in float64 where the model's code asks for float32.
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    Transformers often convert to float32 explicitly, for example in norms and in softmax.
+    """
+
+    def __torch_function__(
+        self,
+        func: TorchFunction,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        """Run one function of torch with float64 in place of float32."""
         if func is torch.Tensor.float:
-            return args[0].double()
+            return cast(Tensor, args[0]).double()
         named = {key: _doubled(value) for key, value in (kwargs or {}).items()}
         return func(*map(_doubled, args), **named)
 
 
-def _doubled(given: Any) -> Any:
-    return torch.float64 if given is torch.float32 else given
-
-
-@contextmanager
-def all_digits() -> Iterator[None]:
-    """GPUs round the factors of products in float32 to TF32, by default: not while we compare."""
-    back: Any = torch.backends
-    if not hasattr(back.cudnn, "conv"):  # an older torch
-        yield
-        return
-    places = [back.cuda.matmul, back.cudnn.conv, back.cudnn.rnn]
-    before = [place.fp32_precision for place in places]
-    try:
-        for place in places:
-            place.fp32_precision = "ieee"
-        yield
-    finally:
-        for place, precision in zip(places, before, strict=True):
-            place.fp32_precision = precision
-
-
-@contextmanager
-def _repeatable(model: nn.Module, training: bool) -> Iterator[None]:
-    off = [torch.autocast(kind, enabled=False) for kind in ("cpu", "cuda")]  # the user's may be on
-    with restored(model, training), _NoDice(), all_digits(), off[0], off[1]:
-        torch.manual_seed(0)
-        settle_weights(model)
-        yield
+def _doubled(argument: object) -> object:
+    """Return float64 for the dtype float32, and any other argument as it is."""
+    return torch.float64 if argument is torch.float32 else argument
 
 
 def outputs(model: nn.Module, example: Example, *, training: bool) -> list[Tensor]:
-    """All tensors that the model puts out, with dropout off and the random state fixed."""
+    """Return all output tensors of the model, computed with dropout off and a fixed seed."""
     args, kwargs = as_call(example)
-    with _repeatable(model, training):
+    with repeatable(model, training):
         out = model(*args, **kwargs)
     return [tensor.detach() for tensor in tensors_in(out)]
 
 
 def difference(one: nn.Module, other: nn.Module, example: Example, *, training: bool) -> float:
-    """The largest relative difference over all outputs; infinite if their shapes differ."""
+    """Return the largest relative difference of all outputs; infinite if their shapes differ."""
     left, right = (outputs(model, example, training=training) for model in (one, other))
     return _largest_gap(left, right)
 
 
 def _largest_gap(left: list[Tensor], right: list[Tensor]) -> float:
+    """Return the largest `relative_gap`; infinite if the numbers of outputs differ."""
     if len(left) != len(right):
         return float("inf")
     return max((relative_gap(a, b) for a, b in zip(left, right, strict=True)), default=0.0)
 
 
 def relative_gap(a: Tensor, b: Tensor) -> float:
-    """max |a - b| / max |a| over the places that are not equal.
+    """Return max |a - b| / max |a| over the elements that are not equal.
 
-    A constant in both (logits masked with -1e9) says nothing about the rest, so it is no measure of
-    it. Infinities and NaN have to stand in the same places.
+    Equal elements are left out because a large constant, such as -1e9 in masked logits, would hide
+    a difference elsewhere. The result is infinite if the shapes or dtypes differ, or if the
+    tensors have infinities or NaN at different positions.
     """
     if a.shape != b.shape or a.dtype != b.dtype:
         return float("inf")
@@ -162,12 +100,17 @@ def relative_gap(a: Tensor, b: Tensor) -> float:
 
 
 def modes_that_run(model: nn.Module, example: Example) -> list[bool]:
-    """Eval mode, and train mode where the model runs in it on this example."""
+    """Return the modes to compare: eval mode, and train mode if the model runs in it.
+
+    True stands for train mode.
+    """
     modes = [False]
     try:
         outputs(model, example, training=True)
         modes.append(True)
-    except Exception:  # detection models want targets, batch norm more than one sample
+    except (
+        Exception
+    ):  # for example, detection models need targets and batch norm needs several samples
         pass
     return modes
 
@@ -179,15 +122,26 @@ def prove_equal(
     tolerance: float,
     fresh: Iterable[tuple[str, Example]] = (),
 ) -> dict[str, float]:
-    """Raise unless the two models agree in every mode they run in; return the differences.
+    """Raise unless two models agree in every mode in which the first one runs.
 
-    `fresh`: more inputs, by name, for eval mode. Those that the first model does not accept are
-    passed over.
+    Args:
+        one: The gated model.
+        other: The pruned model.
+        example: The inputs that both models get.
+        tolerance: The largest relative difference allowed.
+        fresh: More inputs with their names, for eval mode. Inputs that the first model does not
+            accept are skipped.
+
+    Returns:
+        The largest relative difference, by mode and by name of the inputs.
+
+    Raises:
+        PruneError: If the pruned model does not run, or if the difference exceeds the tolerance.
     """
     found = {}
     for training in modes_that_run(one, example):
         name = "train" if training else "eval"
-        with _runs_too(f"in {name} mode"):
+        with _failure_explained(f"in {name} mode"):
             found[name] = difference(one, other, example, training=training)
         _check_gap(found[name], tolerance, f"{name} mode")
     sizes = [tensor.shape[:1] for tensor in outputs(one, example, training=False)]
@@ -200,69 +154,81 @@ def prove_equal(
 
 
 @contextmanager
-def _runs_too(when: str) -> Iterator[None]:
+def _failure_explained(when: str) -> Iterator[None]:
+    """Context manager: raise a PruneError if the pruned model fails inside."""
     try:
         yield
     except Exception as error:
-        raise PruneError(f"the cut model does not run {when}: {error}") from error
+        raise PruneError(f"the pruned model does not run {when}: {error}") from error
 
 
 def _check_gap(gap: float, tolerance: float, where: str) -> None:
+    """Raise if a difference is larger than allowed, or NaN."""
     if not gap <= tolerance:
         raise PruneError(
-            f"the cut model differs by {gap:.2g} (relative, {where}) from the gated one; allowed: "
-            f"{tolerance:.0e}. Nothing was exported. Please report this model, and freeze the part "
-            f"in question with keep=[...]."
+            f"the pruned model differs from the gated model by {gap:.2g} (relative, {where}); at "
+            f"most {tolerance:.0e} is allowed. Nothing was exported. Please report this model, and "
+            f"freeze the affected part with keep=[...]."
         )
 
 
 def _difference_if_it_runs(
     one: nn.Module, other: nn.Module, inputs: Example, name: str, sizes: list[torch.Size]
 ) -> float | None:
-    """None if the first model does not accept the inputs, or the cut one says that it does not.
+    """Return the largest difference in eval mode, or None if the inputs do not fit the models.
 
-    `sizes`: the leading ones of its outputs. `x.view(-1, 256)` makes more rows of larger pictures,
-    which are of no use.
+    Args:
+        one: The gated model. If it fails on the inputs, they are skipped.
+        other: The pruned model. It may refuse the inputs with a PruneError.
+        inputs: Inputs that differ from the example.
+        name: The name of these inputs.
+        sizes: The batch sizes of the outputs for the example. With larger pictures,
+            `x.view(-1, 256)` moves pixels into the batch axis; such outputs mean nothing.
     """
     try:
         wanted = outputs(one, inputs, training=False)
-    except Exception:  # sizes that it was not made for
+    except Exception:  # the model does not support these sizes
         return None
     if name != ANOTHER_BATCH and [tensor.shape[:1] for tensor in wanted] != sizes:
         return None
     try:
         found = outputs(other, inputs, training=False)
-    except PruneError:  # a forward that was rewritten for other sizes
+    except PruneError:  # a rewritten forward that supports other sizes only
         return None
     except Exception as error:
-        raise PruneError(f"the cut model does not run on {name}: {error}") from error
+        raise PruneError(f"the pruned model does not run on {name}: {error}") from error
     return _largest_gap(wanted, found)
 
 
-def prove_unwatched(gated: nn.Module, small: nn.Module, example: Example) -> dict[str, float]:
-    """The same as users run them: torch's encoders take a fused path then, not while we watch."""
+def prove_fused_paths(gated: nn.Module, small: nn.Module, example: Example) -> dict[str, float]:
+    """Compare the models on the fused path that torch's attention takes under `torch.no_grad()`.
+
+    torch does not take this path inside a `TorchFunctionMode`, so `prove_equal` does not cover it.
+    Returns an empty dict if there is no such path, or if a model draws random numbers.
+    """
     fused = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
     if not any(isinstance(module, fused) for module in gated.modules()):
         return {}
-    with _runs_too("under torch.no_grad()"):
-        found = [_unwatched(model, example) for model in (gated, small)]
+    with _failure_explained("under torch.no_grad()"):
+        found = [_fused_outputs(model, example) for model in (gated, small)]
     if found[0] is None or found[1] is None:
         return {}
     gap = _largest_gap(found[0], found[1])
-    _check_gap(gap, _FUSED, "eval mode under torch.no_grad()")
+    _check_gap(gap, _FUSED_TOLERANCE, "eval mode under torch.no_grad()")
     return {"no_grad": gap}
 
 
-_FUSED = 1e-4  # torch's fused attention computes in another order
+_FUSED_TOLERANCE = 1e-4  # fused attention adds in a different order
 
 
-def _unwatched(model: nn.Module, example: Example) -> list[Tensor] | None:
-    """None if it draws random numbers."""
+def _fused_outputs(model: nn.Module, example: Example) -> list[Tensor] | None:
+    """Return the outputs in eval mode, or None if the model draws random numbers."""
     args, kwargs = as_call(example)
-    with restored(model, False), all_digits():
+    with restored(model, False), full_float32_precision():
         settle_weights(model)
         for module in model.modules():
-            if isinstance(module, nn.TransformerEncoder):  # torch puts zeros at padded places then
+            # With nested tensors, torch writes zeros at padded positions.
+            if isinstance(module, nn.TransformerEncoder):
                 module.use_nested_tensor = False
         before = torch.get_rng_state()
         found = [tensor.detach() for tensor in tensors_in(model(*args, **kwargs))]
@@ -276,36 +242,56 @@ def prove_cut(
     cut: Callable[[nn.Module], nn.Module],
     tolerance: float = 1e-5,
 ) -> dict[str, float]:
-    """Equal in the models' own precision, or, where that rounds too coarsely, in float64.
+    """Raise unless the pruned model equals the gated model.
 
-    `tolerance` is that of float32. `cut`: what makes a small model of a gated one.
+    The models are compared in their own precision first. If they differ there, rounding may be the
+    cause, so the gated model is converted to float64, pruned again and compared once more.
+
+    Args:
+        gated: The model with gates.
+        small: The pruned model.
+        example: The inputs that both models get.
+        cut: Makes the pruned model from a gated one.
+        tolerance: The largest relative difference allowed in float32.
+
+    Returns:
+        The largest relative difference, by mode and by name of the inputs.
+
+    Raises:
+        PruneError: If the models differ in float64 too.
     """
     first = next(tensor for _, tensor in named_tensors(gated) if tensor.is_floating_point())
     close = 1e-10 if first.dtype == torch.float64 else tolerance
-    unwatched = prove_unwatched(gated, small, example)
+    fused = prove_fused_paths(gated, small, example)
     try:
-        return {**prove_equal(gated, small, example, close, fresh_inputs(example)), **unwatched}
+        return {**prove_equal(gated, small, example, close, fresh_inputs(example)), **fused}
     except PruneError:
-        gated, example = in_double(gated, example)  # cut anew: folding rounds as well
-        with StaysDouble():  # parts may compute in float32
+        gated, example = in_double(gated, example)
+        with StaysDouble():
+            # Prune again in float64, because folding the gates into the weights rounds as well.
             found = prove_equal(gated, cut(gated), example, 1e-10, fresh_inputs(example))
-        return {**{f"{mode}, in float64": gap for mode, gap in found.items()}, **unwatched}
+        return {**{f"{mode}, in float64": gap for mode, gap in found.items()}, **fused}
 
 
 def check_macs(small: nn.Module, example: Example, claimed: int) -> None:
+    """Raise if torch counts more MACs in the pruned model than the cost model claims."""
     counted = count_macs(small, example)
-    if counted > claimed:  # less is possible: a product with one channel may be no product
+    if counted > claimed:  # torch may count fewer: with one channel, a product can become a scaling
         raise PruneError(
-            f"export: the cost model says {claimed} MACs, torch counts {counted} in the small "
-            f"model. Nothing was exported; please report this model."
+            f"export: the cost model predicts {claimed} MACs, but torch counts {counted} in the "
+            f"pruned model. Nothing was exported. Please report this model."
         )
 
 
 def count_macs(model: nn.Module, example: Example) -> int:
-    """MACs of one run in eval mode, as torch counts them; fused attention on CPUs too."""
+    """Return the MACs of one run in eval mode, as torch counts them.
+
+    Operations that torch does not count, such as fused attention on CPUs, are counted too.
+    """
     args, kwargs = as_call(example)
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in learned:  # torch's counter stumbles over parameters that are given to modules
+    # torch's counter fails on parameters with gradients that are passed to modules as arguments.
+    for parameter in learned:
         parameter.requires_grad_(False)
     try:
         with (
@@ -321,22 +307,29 @@ def count_macs(model: nn.Module, example: Example) -> int:
 
 
 def in_double(model: nn.Module, example: Example) -> tuple[nn.Module, Example]:
-    """A copy of model and example in float64."""
+    """Return a copy of the model and of the example in float64."""
     double = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, example)
     return copy_model(model).double(), double
 
 
 def own_copy(example: Example) -> Example:
-    """The same inputs, in memory of their own."""
+    """Return a copy of the inputs that shares no memory with them."""
     found: Example = tree_map_only(Tensor, lambda x: x.detach().clone(), example)
     return found
 
 
 def example_for(example: Example, like: Tensor, made_for: torch.dtype) -> Example:
-    """The example on the device of a model, and in its precision, if that has changed."""
+    """Return the example on the device of a model, and in its precision if that has changed.
 
-    def here(x: Tensor) -> Tensor:
+    Args:
+        example: The inputs.
+        like: A parameter of the model.
+        made_for: The dtype of the model when the example was given. Tensors of this dtype are
+            converted to the dtype of `like`.
+    """
+
+    def converted(x: Tensor) -> Tensor:
         return x.to(like.device, like.dtype if x.dtype == made_for else x.dtype)
 
-    moved: Example = tree_map_only(Tensor, here, example)
+    moved: Example = tree_map_only(Tensor, converted, example)
     return moved

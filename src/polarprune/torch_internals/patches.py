@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import fx, nn
@@ -154,6 +154,38 @@ def fused_kernels_off(modules: Iterable[nn.Module]) -> Iterator[None]:
         finally:
             torch.backends.mha.set_fastpath_enabled(fast_path)
             torch.backends.mkldnn.set_flags(mkldnn)
+
+
+class _Backend(Protocol):
+    """A part of `torch.backends` whose float32 precision can be set."""
+
+    fp32_precision: str
+
+
+def _float32_backends() -> list[_Backend]:
+    """Return the backends that may round float32 to TF32; none in a torch without these flags."""
+    cudnn = torch.backends.cudnn
+    if not hasattr(cudnn, "conv"):
+        return []
+    return [cast(_Backend, torch.backends.cuda.matmul), cudnn.conv, cudnn.rnn]
+
+
+@contextmanager
+def full_float32_precision() -> Iterator[None]:
+    """Compute products, convolutions and recurrent layers in full float32 precision on GPUs.
+
+    By default, GPUs round the inputs of these operations to TF32. Two models that compute the same
+    function would then differ by more than rounding in float32 explains.
+    """
+    with _LOCK:
+        before = [(backend, backend.fp32_precision) for backend in _float32_backends()]
+        try:
+            for backend, _ in before:
+                backend.fp32_precision = "ieee"
+            yield
+        finally:
+            for backend, precision in before:
+                backend.fp32_precision = precision
 
 
 class OneThreadTracer(fx.Tracer):

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ...surgery.proof import all_digits
+from ...torch_internals.patches import full_float32_precision
 from ..settings import Settings
 
 
@@ -135,7 +135,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.no_grad(), all_digits():
+        with torch.no_grad(), full_float32_precision():
             yield
     finally:
         for module, training in modes:
