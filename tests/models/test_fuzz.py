@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.fuzz.build import build, inputs
+from tests.helpers.fuzz.builder import build, inputs
 from tests.helpers.fuzz.check import check
 from tests.helpers.fuzz.compare import gap
 from tests.helpers.fuzz.generate import FAILING, generate

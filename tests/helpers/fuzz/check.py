@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 import polarprune as pp
 from polarprune.channels.graph import Graph, Plan
 
-from .build import build, inputs
+from .builder import build, inputs
 from .compare import gap, masked, run
 from .program import Program
 
