@@ -7,6 +7,8 @@ import sys
 import pytest
 import torch
 
+from tests.helpers.shared_traces import shared_traces as shared_traces
+
 torch.set_num_threads(1)
 
 

@@ -16,6 +16,7 @@ from polarprune.cost.budget import Budget
 from tests.helpers.nets import NETS, digits_resnet, mobilenetv2_small, resnet20
 from tests.helpers.training import alphas, batches, prune, sgd, share, train
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
 CLOSE = 0.005  # half a point
 MODELS = ["resnet20", "mobilenetv2"]
 IMAGE = (2, 3, 16, 16)

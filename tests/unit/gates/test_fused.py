@@ -19,6 +19,8 @@ from polarprune.gates import fused
 from polarprune.tracing.tape import as_call, tensors_in
 from tests.helpers.nets import NETS, WHOLE_NETS
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 
 @pytest.fixture(autouse=True, params=["weights", "gates"])
 def everywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:

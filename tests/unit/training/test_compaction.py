@@ -19,6 +19,7 @@ from tests.helpers.exact import counted, difference, run
 from tests.helpers.nets import NETS, randomise
 from tests.helpers.norm_nets import Net
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
 Optimizers = Callable[[pp.Pruner], torch.optim.Optimizer]
 
 
