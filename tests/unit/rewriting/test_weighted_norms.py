@@ -1,6 +1,7 @@
 """Norms over channels with gate-weighted statistics: the residual stream can be pruned, exactly."""
 
 import copy
+from functools import cache
 from typing import Any
 
 import pytest
@@ -9,12 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import polarprune as pp
+from polarprune.channels.graph import Graph
 from polarprune.rewriting.weighted_norms import weighted_mean
 from polarprune.surgery.apply import fold
 from polarprune.surgery.proof import difference, prove_equal
 from tests.helpers.exact import counted
 from tests.helpers.nets import randomise
 from tests.helpers.norm_nets import NORMS, RMS, WIDTH, Net, made
+
+
+@cache
+def traced(name: str, post: bool = False) -> Graph:
+    """Return the graph of a model with its norms opened, traced once."""
+    return pp.trace(*made(name, post), norms=True)
 
 
 def plan_of(graph: Any, seed: int) -> dict[str, list[int]]:
@@ -39,14 +47,13 @@ def test_stream_is_whole_unless_asked_for(name: str) -> None:
     graph = pp.trace(model, x)
     assert graph.groups["embed"].frozen and not graph.weights
     least = 2 if name == "var" else 1  # the variance of a sample of one is NaN
-    assert pp.trace(model, x, norms=True).groups["embed"].minimum == least
+    assert traced(name).groups["embed"].minimum == least
 
 
 @pytest.mark.parametrize("post", [False, True], ids=["pre-norm", "post-norm"])
 @pytest.mark.parametrize("name", NORMS)
 def test_cut_stream_equals_masked_stream(name: str, post: bool) -> None:
-    model, x = made(name, post)
-    graph = pp.trace(model, x, norms=True)
+    (model, x), graph = made(name, post), traced(name, post)
     assert {g.reason for g in graph.groups.values() if g.frozen} == {"part of the model's output"}
     assert graph.prunable["embed"].size == WIDTH
     for seed in range(3):
@@ -67,8 +74,7 @@ def test_cut_stream_equals_masked_stream(name: str, post: bool) -> None:
 
 @pytest.mark.parametrize("name", NORMS)
 def test_half_of_everything_costs_a_quarter(name: str) -> None:
-    model, x = made(name)
-    graph = pp.trace(model, x, norms=True)
+    graph = traced(name)
     n = torch.tensor([g.size // 2 for g in graph.prunable.values()])
     assert graph.cost.share(n)["macs"] < 0.35
 

@@ -312,6 +312,7 @@ def resumed(stop: int, name: str, goal: dict[str, float]) -> dict[str, Any]:
     return {"model": snapshot(pruner.model), "pruner": pruner}
 
 
+@pytest.mark.usefixtures("shared_traces")
 @pytest.mark.parametrize("goal", [{"macs": 0.4}, {"lam": 2000.0}], ids=str)
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_a_resumed_run_is_bit_equal_to_one_without_a_stop(

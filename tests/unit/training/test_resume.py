@@ -64,6 +64,8 @@ def stored(parts: tuple[Any, ...]) -> list[State]:
     return torch.load(file, weights_only=True)
 
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 # --- bit-equal ------------------------------------------------------------------------------------
 
 
