@@ -117,7 +117,7 @@ def test_bench_tells_files_of_one_name_apart(written, tmp_path):
 
 
 def test_whole_numbers_may_be_inputs():
-    result = CliRunner().invoke(app, ["inspect", "test_demo:Words", "--shape", "2,7:int64"])
+    result = CliRunner().invoke(app, ["inspect", f"{__name__}:Words", "--shape", "2,7:int64"])
     assert result.exit_code == 0, result.output
     assert "first" in result.output and "open" in result.output
 
