@@ -19,7 +19,7 @@ test: venv
 
 # Random networks, traced, cut, trained, exported and compared; failures are printed as small classes.
 fuzz: venv
-	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.fuzz --networks 2000 --jobs 2 --shrink
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.helpers.fuzz --networks 2000 --jobs 2 --shrink
 
 check: venv
 	$(BIN)/ruff check .
@@ -28,11 +28,11 @@ check: venv
 
 # Forged and damaged files against `load`, under an audit hook; a few hundred run in the tests.
 attack: venv
-	OMP_NUM_THREADS=1 $(BIN)/python tests/attack.py --count 10000
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.helpers.attack --count 10000
 
 # Trainings that are killed, find the disk full or diverge, and go on; a few run in the tests.
 endurance: venv
-	OMP_NUM_THREADS=1 $(BIN)/python tests/endurance.py --trials 50
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.helpers.endurance --trials 50
 
 # Models of other packages, two at a time, each in its own process; resumes where it stopped.
 coverage: venv

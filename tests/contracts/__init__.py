@@ -1,0 +1,1 @@
+"""Promises that hold for the library as a whole."""

@@ -1,0 +1,53 @@
+"""The code blocks of README and docs run as they stand."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import polarprune as pp
+from tests.helpers.nets import digits_resnet
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = sorted((ROOT / "src").rglob("README.md"))
+TEXTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *PACKAGES]
+BLOCKS = [
+    pytest.param(block, id=f"{text.relative_to(ROOT)}-{number}")
+    for text in TEXTS
+    for number, block in enumerate(
+        re.findall(r"```python\n(.*?)```", text.read_text(encoding="utf-8"), re.DOTALL)
+    )
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_code_in_the_documents_runs(block, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+
+    def make_model():
+        return digits_resnet(width=8)
+
+    loader = [(torch.randn(8, 1, 8, 8), torch.randint(0, 10, (8,))) for _ in range(4)]
+    scope = {"make_model": make_model, "loader": loader, "epochs": 3, "model": make_model()}
+    scope["example"] = loader[0][0]
+    exec(block, scope)
+    if "small" in scope:
+        assert (tmp_path / "small.safetensors").exists()
+        assert scope["pruner"].cost()["macs"] <= 0.5 * scope["pruner"].graph.cost.original()["macs"]
+    elif "parts" in scope:
+        assert scope["parts"][0].step_count == 0 and (tmp_path / "checkpoint.pt").exists()
+    else:
+        assert isinstance(scope["graph"], pp.trace.__globals__["Graph"])
+
+
+def test_the_readme_shows_a_dozen_lines_and_is_short():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) < 120
+
+
+def test_every_link_in_the_documents_leads_to_a_file():
+    for text in TEXTS:
+        for link in re.findall(r"\]\(([^)#]+)\)", text.read_text(encoding="utf-8")):
+            assert link.startswith("https://") or (text.parent / link).exists(), link

@@ -1,0 +1,1 @@
+"""Complete runs of the experiments, and the pages made of their results."""

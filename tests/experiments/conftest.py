@@ -1,0 +1,23 @@
+"""A tiny network on tiny data, for the tests of complete runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from polarprune.experiments.data.cifar10 import Cifar10
+from polarprune.experiments.networks.table import NETWORKS
+from polarprune.experiments.presets import PRESETS
+from tests.helpers.cifar import TINY, Tiny, images
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the tiny network and its settings known."""
+    monkeypatch.setitem(NETWORKS, "tiny", Tiny)
+    monkeypatch.setitem(PRESETS, "tiny", TINY)
+
+
+@pytest.fixture
+def data() -> Cifar10:
+    """Return a few images whose colours say which class they are of."""
+    return Cifar10(images(200), images(60, seed=1))

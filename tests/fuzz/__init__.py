@@ -1,1 +1,0 @@
-"""Random networks, and what has to hold for every one of them: `python -m tests.fuzz --help`."""

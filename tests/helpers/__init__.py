@@ -1,0 +1,1 @@
+"""What several test files share: networks, comparisons, data in miniature, programs that attack."""

@@ -1,0 +1,1 @@
+"""Networks by the patterns in which people write them."""

@@ -1,0 +1,1 @@
+"""A folder for each package of the library."""
