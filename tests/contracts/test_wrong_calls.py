@@ -788,10 +788,10 @@ STAGES: list[tuple[Callable[[Path], World], dict[str, tuple[Call, str]]]] = [
 ]  # fmt: skip
 CALLS = {name: (stage, *entry) for stage, table in STAGES for name, entry in table.items()}
 REMEDY = (
-    r"\b([Gg]ive|[Pp]ass|[Uu]se|[Cc]all|[Bb]uild|[Rr]un|[Mm]ove|[Pp]rint|[Ss]et|[Tt]rain on|"
-    r"[Ll]oad|[Ll]ower|[Cc]orrect|[Ll]et|[Ss]ave|[Cc]opy|[Aa]ttach|trace this|want(ed)?|must|is enough|"
-    r"go back|only|leave it out|Names are as|Open groups|Please report|says why|"
-    r"a fraction of|lowest is)\b"
+    r"\b([Gg]ive|[Pp]ass|[Uu]se|[Cc]all|[Bb]uild|[Rr]un|[Mm]ove|[Pp]rint|[Ss]et|"
+    r"[Tt]rain on|[Ll]oad|[Ll]ower|[Cc]orrect|[Ll]et|[Ss]ave|[Cc]opy|[Aa]ttach|trace this|"
+    r"want(ed)?|must|is enough|go back|only|leave it out|Names are as|Open groups|"
+    r"Please report|says why|a fraction of|lowest is)\b"
 )
 
 
