@@ -340,13 +340,13 @@ GROWING |= {
 def test_a_size_out_of_proportion_is_refused_before_it_is_allocated(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(size_limits, "_BYTES", 2**20)
+    monkeypatch.setattr(size_limits, "_MAX_BYTES", 2**20)
     with pytest.raises(pp.PruneError, match=r"asks for .* out of proportion"):
         run(*GROWING[name], x=torch.ones(2))
 
 
 def test_what_is_kept_is_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(size_limits, "_BYTES", 2**20)
+    monkeypatch.setattr(size_limits, "_MAX_BYTES", 2**20)
     made = [call(f"z{k}", "torch.ones", 200_000) for k in range(9)]
     assert run(*made, x=torch.ones(2)).sum() == 200_000  # one after the other
     kept = {"list": [{"node": f"z{k}"} for k in range(9)]}
@@ -390,7 +390,7 @@ def test_inputs_are_watched_once_for_each_size(watched: list[Any]) -> None:
 def test_sizes_that_come_from_values_are_always_watched(
     how: str, watched: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(size_limits, "_BYTES", 2**20)
+    monkeypatch.setattr(size_limits, "_MAX_BYTES", 2**20)
     ways = {
         "item": [call("s", "sum", X), call("i", "item", {"node": "s"}),
                  call("n", "operator.mul", {"node": "i"}, 1.0),
@@ -414,7 +414,7 @@ def test_sizes_that_come_from_values_are_always_watched(
 
 
 def test_what_children_give_counts_as_an_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(size_limits, "_BYTES", 2**10)
+    monkeypatch.setattr(size_limits, "_MAX_BYTES", 2**10)
     model = nn.Module()
     model.wide = nn.Upsample(scale_factor=8)
     inside = runs_of(node("a", "call_module", "wide", [X]), call("h", "F.pad", {"node": "a"},
