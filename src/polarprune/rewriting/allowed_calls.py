@@ -1,9 +1,10 @@
-"""The functions, methods and attributes that a stored graph may use: written down name by name.
+"""List every function, method and attribute that a stored graph may use.
 
-They compute tensors, sizes and numbers from the same. None of them takes a function, reads or
-writes memory by address, a file, a hook or a storage, changes the size of a storage, or hands out
-an object that does. A name that is not here cannot be stored, and a file with one is refused.
-`ctc_loss` is not here: torch does not check its targets, and reads memory beyond its tensors.
+All of them compute tensors, sizes and numbers from tensors, sizes and numbers. None of them takes a
+function, accesses memory by address, reads or writes files, hooks or storages, resizes a storage,
+or returns an object that can. A graph that uses any other name cannot be stored, and a file that
+contains one is refused. `ctc_loss` is excluded because torch does not check its targets and reads
+memory beyond its tensors.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from __future__ import annotations
 import builtins
 import inspect
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,9 @@ from torch import Tensor
 from ..errors import PruneError
 from . import interpreter
 
-# Values from values, place by place; most are methods too, and many exist in place (`relu_`).
+Function: TypeAlias = Callable[..., object]
+
+# Element-wise operations. Each of these also exists as a method and in place (`relu_`).
 _POINTWISE = """
 abs absolute acos acosh add addcdiv addcmul arccos arccosh arcsin arcsinh arctan arctan2 arctanh
 asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or
@@ -34,7 +37,7 @@ logical_xor logit lt masked_fill mul multiply nan_to_num ne neg negative nextaft
 polygamma pow rad2deg reciprocal relu remainder round rsqrt sgn sigmoid sign sin sinc sinh sqrt
 square sub subtract tan tanh tril triu true_divide trunc xlogy
 """
-_POINTWISE_NEW = """
+_POINTWISE_OUT_OF_PLACE = """
 angle conj fmax fmin frexp hardshrink isclose isfinite isinf isnan isneginf isposinf isreal
 logaddexp logaddexp2 maximum minimum mvlgamma positive prelu signbit where
 """
@@ -44,7 +47,7 @@ dist equal kthvalue log_softmax logcumsumexp logsumexp max mean median min mode 
 nanmedian nanquantile nansum norm prod quantile softmax sort std sum topk trace unique
 unique_consecutive var
 """
-_MOVES = """
+_MOVEMENT = """
 adjoint broadcast_to chunk clone detach diag diag_embed diagflat diagonal dsplit flatten flip
 fliplr flipud hsplit moveaxis movedim narrow permute ravel repeat_interleave reshape
 resolve_conj resolve_neg roll rot90 select split split_with_sizes squeeze swapaxes swapdims t
@@ -59,13 +62,21 @@ _PRODUCTS = """
 addbmm addmm addmv addr baddbmm bmm cholesky_inverse cholesky_solve corrcoef cov cross det dot
 inner inverse logdet matmul matrix_exp matrix_power mm mv outer pinverse slogdet vdot
 """
-_QUESTIONS = "allclose is_complex is_floating_point is_nonzero is_same_size is_signed numel"
-_BOTH = " ".join(
-    (_POINTWISE, _POINTWISE_NEW, _REDUCTIONS, _MOVES, _INDEXING, _PRODUCTS, _QUESTIONS)
+_PREDICATES = "allclose is_complex is_floating_point is_nonzero is_same_size is_signed numel"
+_FUNCTIONS_AND_METHODS = " ".join(
+    (
+        _POINTWISE,
+        _POINTWISE_OUT_OF_PLACE,
+        _REDUCTIONS,
+        _MOVEMENT,
+        _INDEXING,
+        _PRODUCTS,
+        _PREDICATES,
+    )
 )
 
 _TORCH = f"""
-{_BOTH}
+{_FUNCTIONS_AND_METHODS}
 adaptive_avg_pool1d adaptive_max_pool1d affine_grid_generator alpha_dropout arange atleast_1d
 atleast_2d atleast_3d avg_pool1d batch_norm bernoulli bilinear binary_cross_entropy_with_logits
 broadcast_tensors bucketize cat cdist celu channel_shuffle column_stack complex concat
@@ -123,7 +134,7 @@ abs add and_ eq floordiv ge getitem gt iadd iand ifloordiv imatmul imod imul ind
 ior ipow isub itruediv ixor le lt matmul mod mul ne neg not_ or_ pos pow setitem sub truediv xor
 """
 _METHODS = f"""
-{_BOTH}
+{_FUNCTIONS_AND_METHODS}
 addbmm_ addmm_ addmv_ addr_ baddbmm_ bernoulli bernoulli_ bfloat16 bool byte cdouble cfloat char
 contiguous copy_ cpu cuda cumprod_ cumsum_ dim double element_size expand expand_as exponential_
 fill_ fill_diagonal_ float get_device half index_add_ index_copy_ index_fill_ index_put_ int
@@ -138,38 +149,53 @@ _ATTRIBUTES = """
 H T data device dtype imag index indices is_cpu is_cuda is_floating_point is_leaf is_meta is_nested
 is_quantized is_sparse itemsize layout mH mT nbytes ndim real requires_grad shape type values L LU
 Q R S U V Vh eigenvalues eigenvectors logabsdet pivots sign solution
-"""  # of tensors, types, devices, and of results that have several parts
+"""  # attributes of tensors, dtypes, devices and named tuples
 ATTRIBUTES = frozenset(_ATTRIBUTES.split())
 METHODS = frozenset(_METHODS.split())
 
-_HOMES: dict[str, tuple[Any, str]] = {
-    "torch": (torch, _TORCH), "F": (F, _F), "nn": (torch._C._nn, _NN),
-    "linalg": (torch.linalg, _LINALG), "fft": (torch.fft, _FFT),
+_NAMESPACES: dict[str, tuple[object, str]] = {
+    "torch": (torch, _TORCH),
+    "F": (F, _F),
+    "nn": (torch._C._nn, _NN),
+    "linalg": (torch.linalg, _LINALG),
+    "fft": (torch.fft, _FFT),
     "special": (torch.special, _SPECIAL),
-    "operator": (operator, _OPERATORS), "builtins": (builtins, "getattr"),
+    "operator": (operator, _OPERATORS),
+    "builtins": (builtins, "getattr"),
     "polarprune": (interpreter, "expect expect_pieces no_channel one_channel one_point"),
-}  # fmt: skip
-FUNCTIONS: dict[str, Any] = {
-    f"{home}.{name}": getattr(space, name)
-    for home, (space, names) in _HOMES.items()
-    for name in names.split()
-    if hasattr(space, name)  # older versions of torch lack some
 }
+FUNCTIONS: dict[str, Function] = {
+    f"{prefix}.{name}": getattr(namespace, name)
+    for prefix, (namespace, names) in _NAMESPACES.items()
+    for name in names.split()
+    if hasattr(namespace, name)  # older versions of torch lack some of these functions
+}
+# Where one function has several names, the last one is stored.
 _NAMES = {id(function): name for name, function in FUNCTIONS.items()}
-FACTORIES = {
-    name: FUNCTIONS[f"torch.{name}"]
-    for name in ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn",
-                 "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros")
-}  # fmt: skip
+_FACTORY_NAMES = """
+arange empty eye full linspace ones rand randint randn randperm scalar_tensor tensor tril_indices
+triu_indices zeros
+"""
+FACTORIES = {name: FUNCTIONS[f"torch.{name}"] for name in _FACTORY_NAMES.split()}
 
 
-def function_named(name: str) -> Any:
+def function_named(name: str) -> Function:
+    """Return the allowed function with this stored name.
+
+    Raises:
+        PruneError: Stored graphs may not use a function of this name.
+    """
     if name not in FUNCTIONS:
-        raise PruneError(f"the file asks for a function {name!r} that is not known: not loaded.")
+        raise PruneError(f"not loaded: the file calls the function {name!r}, which is not allowed.")
     return FUNCTIONS[name]
 
 
-def name_of_function(function: Any) -> str:
+def name_of_function(function: object) -> str:
+    """Return the name under which an allowed function is stored.
+
+    Raises:
+        PruneError: Stored graphs may not use this function.
+    """
     if id(function) not in _NAMES:
         raise PruneError(f"its code calls {function}, which a stored graph may not use")
     return _NAMES[id(function)]
@@ -177,19 +203,28 @@ def name_of_function(function: Any) -> str:
 
 # --- arguments ------------------------------------------------------------------------------------
 
-_PREFIXES = {"linalg": "linalg_", "fft": "fft_", "special": "special_"}
-_OPERANDS = {**dict.fromkeys(("abs", "index", "inv", "invert", "neg", "not_", "pos"), 1),
-             "setitem": 3}  # fmt: skip
-_ALSO = """
+_ATEN_PREFIXES = {"linalg": "linalg_", "fft": "fft_", "special": "special_"}
+_UNARY_OPERATORS = ("abs", "index", "inv", "invert", "neg", "not_", "pos")
+_OPERAND_COUNTS = {**dict.fromkeys(_UNARY_OPERATORS, 1), "setitem": 3}  # all others take two
+# Keywords that torch accepts although its schemas use another name or none.
+_EXTRA_KEYWORDS = """
 a axis device dtype generator input keepdims layout memory_format names out pin_memory
 requires_grad size x x1 x2
-"""  # names that torch takes for arguments that its schemas call otherwise, or do not have
+"""
 
 
 def takes(kind: str, target: str, count: int, names: Iterable[str]) -> bool:
-    """True if a call can be given so many arguments by place and these by name, as far as known."""
+    """Return whether a call accepts these arguments, as far as its signature is known.
+
+    Args:
+        kind: `"call_function"` or `"call_method"`.
+        target: The stored name of the function or method.
+        count: The number of positional arguments.
+        names: The names of the keyword arguments.
+    """
     if target.startswith("operator."):
-        return count == _OPERANDS.get(target.removeprefix("operator."), 2) and not list(names)
+        operands = _OPERAND_COUNTS.get(target.removeprefix("operator."), 2)
+        return count == operands and not list(names)
     signature = _signature(kind, target)
     if signature is not None:
         try:
@@ -204,7 +239,7 @@ def takes(kind: str, target: str, count: int, names: Iterable[str]) -> bool:
 
 @cache
 def _signature(kind: str, target: str) -> inspect.Signature | None:
-    """Of functions and methods that are written in Python."""
+    """Return the signature of a function or method, or None if it is not written in Python."""
     found = FUNCTIONS.get(target) if kind == "call_function" else getattr(Tensor, target, None)
     try:
         return inspect.signature(found) if found is not None else None
@@ -214,12 +249,15 @@ def _signature(kind: str, target: str) -> inspect.Signature | None:
 
 @cache
 def _schema(kind: str, target: str) -> tuple[int, frozenset[str] | None]:
-    """Of the others: how many arguments they need at least, and the names that these may have."""
-    home, _, name = target.rpartition(".")
-    operation = getattr(torch.ops.aten, f"{_PREFIXES.get(home, '')}{name}", None)
-    if operation is None or home == "builtins":
+    """Return the minimum number of arguments of an operation of torch, and their possible names.
+
+    The names are None if the operation has no schema.
+    """
+    namespace, _, name = target.rpartition(".")
+    operation = getattr(torch.ops.aten, f"{_ATEN_PREFIXES.get(namespace, '')}{name}", None)
+    if operation is None or namespace == "builtins":
         return 0, None
-    schemas = [getattr(operation, one)._schema.arguments for one in operation.overloads()]
-    needed = [sum(not one.has_default_value() for one in arguments) for arguments in schemas]
-    names = [one.name for arguments in schemas for one in arguments]
-    return min(needed), frozenset([*names, *_ALSO.split()])
+    overloads = [getattr(operation, name)._schema.arguments for name in operation.overloads()]
+    required = [sum(not one.has_default_value() for one in arguments) for arguments in overloads]
+    names = [one.name for arguments in overloads for one in arguments]
+    return min(required), frozenset([*names, *_EXTRA_KEYWORDS.split()])

@@ -1,17 +1,17 @@
-"""Proxies that know the value they stand for, and the tracer that makes them.
+"""Trace with proxies that know the value they represent.
 
-torch.fx traces with proxies that know nothing, so code that branches on a size or a type fails.
-The proxies here carry the value of the example. Code may branch on it; the graph holds the branch
-that was taken. Sizes that code reads from tensors stay nodes of the graph, so the graph works for
-another batch size. Where code turns a size into a plain number, a node `expect` checks in every
-run that it is still the same.
+The proxies of torch.fx know no values, so code that branches on a size or a type fails. The proxies
+here carry the values of the example. Code may branch on them, and the graph contains the branch
+that was taken. Sizes that code reads from tensors remain nodes of the graph, so the graph works for
+other batch sizes. Where code turns a size into a plain number, an `expect` node checks in every run
+that the number is unchanged.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -23,22 +23,24 @@ from ..tracing.source_lines import SOURCE_LINE, user_line
 from .installed_forward import is_index_vector
 from .interpreter import expect, expect_pieces
 
+Result = TypeVar("Result")
+
 _COMPARISONS = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
 
 
 class ValueProxy(fx.Proxy):
-    """A proxy that knows its value."""
+    """A proxy that knows the value of its node in the run on the example."""
 
     value: Any = None
     tracer: ValueTracer
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The class of the value, so that `isinstance` in the user's code gives its answer."""
+        """Return the class of the value, so that `isinstance` in the user's code works as usual."""
         return type(self.value)
 
     def __getattr__(self, name: str) -> Any:
-        """Write down that an attribute is read or a method is called."""
+        """Record that an attribute is read or a method is called."""
         tracer = self.tracer
         if callable(getattr(self.value, name)):
             return lambda *args, **kwargs: tracer.create_proxy(
@@ -47,7 +49,7 @@ class ValueProxy(fx.Proxy):
         return tracer.create_proxy("call_function", getattr, (self, name), {})
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over the items of the value, each a proxy; over the keys of a mapping."""
+        """Iterate over proxies of the items of a sequence, or over the keys of a mapping."""
         if isinstance(self.value, Mapping):
             return iter(list(self.value))
         create, count = self.tracer.create_proxy, len(self)
@@ -59,10 +61,10 @@ class ValueProxy(fx.Proxy):
         """Return the keys of a mapping, which are constants."""
         return self.value.keys()
 
-    def _checked(self, result: Any) -> Any:
-        """Return a plain value that code continues with, and check it in every run.
+    def _checked(self, result: Result) -> Result:
+        """Return a plain value computed from this one, and check this one in every run.
 
-        Another value would need another graph.
+        The code uses the result as a constant, so the graph is valid for this value only.
         """
         if isinstance(self.value, Tensor) or self.node in self.tracer.from_data:
             raise PruneError("its code depends on the values in a tensor")
@@ -70,63 +72,71 @@ class ValueProxy(fx.Proxy):
         return result
 
     def __len__(self) -> int:
-        """Return the length; that of a list is checked in every run."""
+        """Return the length. A node checks the length of a list in every run."""
         if isinstance(self.value, Tensor):
             return int(self.tracer.create_proxy("call_method", "size", (self, 0), {}))
-        if not isinstance(self.value, torch.Size):  # the number of axes never changes
+        if not isinstance(self.value, torch.Size):  # every run has the same number of axes
             self.tracer.create_proxy("call_function", expect_pieces, (self, len(self.value)), {})
         return len(self.value)
 
     def __bool__(self) -> bool:
-        return bool(self._checked(bool(self.value)))
+        """Return the truth value, and check the value in every run."""
+        return self._checked(bool(self.value))
 
     def __index__(self) -> int:
-        return int(self._checked(operator.index(self.value)))
+        """Return the value as an index, and check it in every run."""
+        return self._checked(int(operator.index(self.value)))
 
     def __int__(self) -> int:
-        return int(self._checked(int(self.value)))
+        """Return the value as an int, and check it in every run."""
+        return self._checked(int(self.value))
 
     def __float__(self) -> float:
-        return float(self._checked(float(self.value)))
+        """Return the value as a float, and check it in every run."""
+        return self._checked(float(self.value))
 
     def __round__(self, digits: int | None = None) -> object:
-        return self._checked(round(self.value, digits))
+        """Return the rounded value, and check the value in every run."""
+        rounded: object = round(self.value, digits)
+        return self._checked(rounded)
 
     def __contains__(self, item: object) -> bool:
-        return bool(self._checked(item in self.value))
+        """Return whether the value contains an item, and check the value in every run."""
+        return self._checked(item in self.value)
 
     def __eq__(self, other: Any) -> Any:
-        """Compare; two shapes size by size, because some sizes may be widths."""
+        """Compare two values. Shapes are compared size by size, because some sizes are widths."""
         theirs = other.value if is_proxy(other) else other
         if not isinstance(self.value, (tuple, list)) or not isinstance(theirs, (tuple, list)):
             return self.tracer.create_proxy("call_function", operator.eq, (self, other), {})
         pairs = zip(self, other, strict=False)
         return len(self) == len(other) and all(bool(one == another) for one, another in pairs)
 
-    def __ne__(self, other: Any) -> Any:
-        """Compare, as `__eq__` does."""
+    def __ne__(self, other: object) -> Any:
+        """Compare two values as `__eq__` does."""
         same = self == other
         if isinstance(same, bool) and isinstance(self.value, (tuple, list)):
             return not same
         return self.tracer.create_proxy("call_function", operator.ne, (self, other), {})
 
     def __hash__(self) -> int:
+        """Return the hash of the value."""
         return hash(self.value)
 
     def __setitem__(self, index: object, item: object) -> None:
-        """Write down a write into a part of a tensor."""
+        """Record a write into a part of a tensor."""
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, item), {})
 
 
 def is_proxy(thing: object) -> TypeGuard[ValueProxy]:
-    """Return whether this is a proxy; `isinstance` cannot tell, as it sees the value's class."""
+    """Return whether this is a proxy. `isinstance` cannot tell: it sees the class of the value."""
     return type(thing) is ValueProxy
 
 
 class ValueTracer(OneThreadTracer):
-    """Runs a module's forward while it writes down the graph.
+    """Records the graph of a module's forward while it runs the forward on the example.
 
-    Children of the module are single nodes, except for `nn.Sequential`, whose children are.
+    A child of the module becomes one node. For an `nn.Sequential`, each of its children does.
 
     Args:
         names: The names of the placeholders.
@@ -136,20 +146,20 @@ class ValueTracer(OneThreadTracer):
     proxy_buffer_attributes = True
 
     def __init__(self, names: list[str], inputs: Mapping[str, object]) -> None:
-        super().__init__()  # without `math`: math.sqrt(width) is a number like any other
+        super().__init__()  # `math` is not traced: math.sqrt(width) returns a plain number
         self.names, self.inputs = names, inputs
         self.values: dict[fx.Node, Any] = {}
-        self.from_data: set[fx.Node] = set()  # numbers that were read out of a tensor
-        self.computing = False  # the value of a node is being computed: nothing is written down
+        self.from_data: set[fx.Node] = set()  # numbers that depend on the values of a tensor
+        self.computing = False  # a node's value is being computed, so nothing is recorded
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Trace through containers only."""
+        """Return whether a child becomes one node: all children except `nn.Sequential`."""
         return type(m).forward is not nn.Sequential.forward
 
     def create_args_for_root(
-        self, root_fn: Any, is_module: bool, concrete_args: object = None
-    ) -> tuple[Any, list[Any]]:
-        """Create the placeholders; fx would name them after the arguments of the forward."""
+        self, root_fn: Callable[..., object], is_module: bool, concrete_args: object = None
+    ) -> tuple[Callable[..., object], list[object]]:
+        """Create the placeholders with our names; fx would use the names in the forward."""
         given = [self.create_proxy("placeholder", name, (), {}) for name in self.names]
         return root_fn, [self.root, *given]
 
@@ -157,8 +167,8 @@ class ValueTracer(OneThreadTracer):
         """Return the proxy of a node."""
         return ValueProxy(node, self)
 
-    def create_arg(self, a: Any) -> Any:
-        """Turn an argument into what a node holds, and refuse tensors that have no name."""
+    def create_arg(self, a: object) -> Any:
+        """Return an argument in the form that a node holds, and refuse tensors without a name."""
         if is_proxy(a):
             return a.node
         if isinstance(a, torch.Size):
@@ -170,12 +180,21 @@ class ValueTracer(OneThreadTracer):
         return super().create_arg(a)
 
     def create_proxy(
-        self, kind: str, target: Any, args: Any, kwargs: Any, *more: Any, **named: Any
+        self,
+        kind: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, object],
+        name: str | None = None,
+        type_expr: object = None,
+        proxy_factory_fn: Callable[[fx.Node], fx.Proxy] | None = None,
     ) -> Any:
-        """Add a node, compute its value, and return a proxy, or the value if it is plain."""
+        """Add a node and compute its value. Return a proxy, or the value if it is a constant."""
         if target in (operator.getitem, operator.setitem):
             args = (args[0], _as_list(args[1]), *args[2:])
-        proxy: Any = super().create_proxy(kind, target, args, kwargs, *more, **named)
+        proxy: Any = super().create_proxy(
+            kind, target, args, kwargs, name, type_expr, proxy_factory_fn
+        )
         proxy.node.meta[SOURCE_LINE] = user_line()
         value = proxy.value = self.values[proxy.node] = self._compute(proxy.node)
         self._note_data(proxy.node, value)
@@ -184,14 +203,14 @@ class ValueTracer(OneThreadTracer):
         return value if value is None or isinstance(value, (bool, str)) else proxy
 
     def _note_data(self, node: fx.Node, value: object) -> None:
-        """Note that a number was read out of a tensor, or computed from such a number."""
+        """Remember a number that was read from a tensor or computed from such a number."""
         computed = not isinstance(value, Tensor) and not self.from_data.isdisjoint(
             node.all_input_nodes
         )
         if node.target in ("item", "tolist") or computed:
             self.from_data.add(node)
 
-    def _compute(self, node: fx.Node) -> Any:
+    def _compute(self, node: fx.Node) -> object:
         """Return the value of a node in the run on the example."""
         before, self.computing = self.computing, True
         try:
@@ -199,18 +218,19 @@ class ValueTracer(OneThreadTracer):
         finally:
             self.computing = before
 
-    def _run(self, node: fx.Node) -> Any:
+    def _run(self, node: fx.Node) -> object:
+        """Run a node on the values of its arguments."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
-        target: Any = node.target
+        target = node.target
+        if not isinstance(target, str):
+            return target(*args, **kwargs)
         if node.op == "placeholder":
             return self.inputs[target]
         if node.op == "get_attr":
             return operator.attrgetter(target)(self.root)
         if node.op == "call_module":
             return self.root.get_submodule(target)(*args, **kwargs)
-        if node.op == "call_method":
-            return getattr(args[0], target)(*args[1:], **kwargs)
-        return target(*args, **kwargs) if node.op == "call_function" else None
+        return getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else None
 
     def call_module(
         self,
@@ -219,7 +239,7 @@ class ValueTracer(OneThreadTracer):
         args: tuple[object, ...],
         kwargs: dict[str, object],
     ) -> object:
-        """Write down the call of a child, or run it while a value is computed."""
+        """Record the call of a child, or run the child while a value is computed."""
         if self.computing:
             return forward(*args, **kwargs)
         return super().call_module(m, forward, args, kwargs)
@@ -227,13 +247,13 @@ class ValueTracer(OneThreadTracer):
     def getattr(
         self, attr: str, attr_val: object, parameter_proxy_cache: dict[str, fx.Proxy]
     ) -> object:
-        """Return a proxy of a parameter, or the parameter while a value is computed."""
+        """Return a proxy of an attribute, or the attribute while a value is computed."""
         if self.computing:
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def factory(self, function: Callable[..., object]) -> Callable[..., object]:
-        """Return a replacement for `torch.zeros` and the like that writes down the call."""
+        """Return a replacement for a function such as `torch.zeros` that records the call."""
 
         def make(*args: object, **kwargs: object) -> object:
             if self.computing:
@@ -244,23 +264,27 @@ class ValueTracer(OneThreadTracer):
 
 
 def _as_list(index: object) -> object:
-    """Return an index in which vectors of integers that the code holds are lists."""
+    """Return an index with constant vectors of integers replaced by lists."""
     if type(index) is tuple:
         return tuple(_as_list(item) for item in index)
     return index.tolist() if type(index) is Tensor and is_index_vector(index) else index
 
 
 class ProxiesInArguments(TorchFunctionMode):
-    """Writes down functions of torch that get a proxy inside a list or dict of arguments."""
+    """Records calls of torch functions that receive a proxy inside a list or dict."""
 
     def __init__(self, tracer: ValueTracer) -> None:
         super().__init__()
         self.tracer = tracer
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        """Write down the call if a proxy is among the arguments."""
+        self,
+        func: Callable[..., object],
+        types: tuple[type, ...],
+        args: Sequence[object] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        """Record the call if there is a proxy among the arguments."""
         kwargs = kwargs or {}
         if self.tracer.computing or not _holds_proxy((args, kwargs)):
             return func(*args, **kwargs)
@@ -268,7 +292,7 @@ class ProxiesInArguments(TorchFunctionMode):
 
 
 def _holds_proxy(tree: object) -> bool:
-    """Return whether a proxy is in these containers."""
+    """Return whether nested containers hold a proxy."""
     if is_proxy(tree):
         return True
     if isinstance(tree, dict):

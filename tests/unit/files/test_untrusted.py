@@ -209,7 +209,7 @@ def test_items_are_written_into_tensors_only() -> None:
     run(write, x=x)
     assert x[0] == 5
     for other in ([0, 1], {0: 1}, nn.Module().__dict__):
-        with pytest.raises(pp.PruneError, match="no tensor"):
+        with pytest.raises(pp.PruneError, match="not a tensor"):
             run(write, x=other)
 
 
@@ -218,11 +218,11 @@ def test_attributes_are_read_from_tensors_and_are_no_methods() -> None:
         2,
     )
     for other in (nn.Linear(1, 1), print, object()):
-        with pytest.raises(pp.PruneError, match="no tensor"):
+        with pytest.raises(pp.PruneError, match="not a tensor"):
             run(node("a", "call_function", "builtins.getattr", [X, "shape"]), x=other)
-        with pytest.raises(pp.PruneError, match="no tensor"):
+        with pytest.raises(pp.PruneError, match="not a tensor"):
             run(node("a", "call_method", "to", [X, "cpu"]), x=other)
-    with pytest.raises(pp.PruneError, match="is a method"):
+    with pytest.raises(pp.PruneError, match="is a method of"):
         run(node("a", "call_function", "builtins.getattr", [X, "type"]), x=torch.ones(2))
 
 
@@ -339,13 +339,13 @@ GROWING |= {
 def test_a_size_out_of_proportion_is_refused_before_it_is_allocated(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(size_limits, "_BYTES", 2**20)
+    monkeypatch.setattr(size_limits, "_MAX_BYTES", 2**20)
     with pytest.raises(pp.PruneError, match=r"asks for .* out of proportion"):
         run(*GROWING[name], x=torch.ones(2))
 
 
 def test_what_is_kept_is_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(size_limits, "_BYTES", 2**20)
+    monkeypatch.setattr(size_limits, "_MAX_BYTES", 2**20)
     made = [call(f"z{k}", "torch.ones", 200_000) for k in range(9)]
     assert run(*made, x=torch.ones(2)).sum() == 200_000  # one after the other
     kept = {"list": [{"node": f"z{k}"} for k in range(9)]}
@@ -389,7 +389,7 @@ def test_inputs_are_watched_once_for_each_size(watched: list[Any]) -> None:
 def test_sizes_that_come_from_values_are_always_watched(
     how: str, watched: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(size_limits, "_BYTES", 2**20)
+    monkeypatch.setattr(size_limits, "_MAX_BYTES", 2**20)
     ways = {
         "item": [call("s", "sum", X), call("i", "item", {"node": "s"}),
                  call("n", "operator.mul", {"node": "i"}, 1.0),
@@ -413,7 +413,7 @@ def test_sizes_that_come_from_values_are_always_watched(
 
 
 def test_what_children_give_counts_as_an_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(size_limits, "_BYTES", 2**10)
+    monkeypatch.setattr(size_limits, "_MAX_BYTES", 2**10)
     model = nn.Module()
     model.wide = nn.Upsample(scale_factor=8)
     inside = runs_of(node("a", "call_module", "wide", [X]), call("h", "F.pad", {"node": "a"},
