@@ -637,10 +637,19 @@ def without(w: World, part: str) -> None:
     w.pruner.load_state_dict({k: v for k, v in w.pruner.state_dict().items() if k != part})
 
 
-NO_STATE = r"load_state_dict: {}; give what pruner.state_dict\(\) returned \(a file of it has to be"
-ELSE = "load_state_dict: the state is of a run with {}.*build it with the same. Nothing was changed"
-OWN = r"load_state_dict: {}.*: give what pruner.state_dict\(\) returned. Nothing was changed"
-NO_GROUPS = "load_state_dict: the state has other groups than this model; build the Pruner with"
+RETURNED = r"Pass the dict that pruner.state_dict\(\) returned"
+NO_STATE = (
+    r"load_state_dict: got {}\. " + RETURNED + r"\. To resume from a file, read it with torch.load"
+)
+ELSE = (
+    "load_state_dict: the state comes from a run with {}.*"
+    "Build the Pruner with the same (settings|schedule). Nothing was changed"
+)
+OWN = r"load_state_dict: {}.*\. " + RETURNED + r"\. Nothing was changed"
+NO_GROUPS = (
+    "load_state_dict: the groups of the state differ from those of this model. "
+    "Build the Pruner with"
+)
 GATED |= {
     "load_state_dict: None": (lambda w: w.pruner.load_state_dict(None), NO_STATE.format("None")),
     "load_state_dict: a file": (lambda w: w.pruner.load_state_dict("run.pt"),
@@ -657,9 +666,9 @@ GATED |= {
     "load_state_dict: no gates": (lambda w: without(w, "alpha"),
                                   OWN.format("the state has no 'alpha'")),
     "load_state_dict: one more": (lambda w: changed(w, more=1),
-                                  OWN.format("the state has 'more', which is unknown")),
+                                  OWN.format("the state has the unknown key 'more'")),
     "load_state_dict: a step": (lambda w: changed(w, step="3"), OWN.format("step is '3', not a")),
-    "load_state_dict: too late": (lambda w: changed(w, step=7), OWN.format("step is 7, not wi")),
+    "load_state_dict: too late": (lambda w: changed(w, step=7), OWN.format("step is 7, not betw")),
     "load_state_dict: landed": (lambda w: changed(w, landed=True), OWN.format("landed is True at")),
     "load_state_dict: gates": (lambda w: changed(w, alpha=[]), OWN.format(r"alpha is \[\]")),
     "load_state_dict: another budget": (lambda w: resumed(w, macs=0.4),

@@ -1,8 +1,8 @@
-"""Plans by other methods, at an exact budget: what a learned plan has to beat.
+"""Make plans from other scores at an exact budget: the baselines for a learned plan.
 
-Either the same share of every group is kept (`plan_by_score`), or what is above one threshold for
-all groups (`plan_by_threshold`); always the channels with the largest scores. Then single channels
-are put back as long as the budget allows. `shrink` takes these plans as it takes any other.
+A plan keeps the channels with the largest scores. `plan_by_score` keeps the same fraction of every
+group, and `plan_by_threshold` applies one threshold to all groups. Both then add single channels
+while the budget allows it. `shrink` accepts these plans like any other.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ..channels.graph import FROZEN, Graph, Plan, plan_of
 from ..tracing.model_state import named_tensors
 from .budget import Budget
 
-_TINY = 1e-12  # the slope of a norm at zero is none
+_TINY = 1e-12  # avoids the undefined gradient of a norm at zero
 
 
 def magnitude_scores(model: nn.Module, graph: Graph) -> Tensor:
-    """ℓ2 norm of all weights that make a channel."""
+    """Return for each unit the ℓ2 norm of all weights that compute it."""
     total = torch.zeros(graph.units, dtype=torch.float64)
     for name, tensor in named_tensors(model):
         for axis, units in graph.axes.get(name, {}).items():
@@ -32,15 +32,16 @@ def magnitude_scores(model: nn.Module, graph: Graph) -> Tensor:
 
 
 def random_scores(graph: Graph, seed: int) -> Tensor:
+    """Return a random score for each unit."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(graph.units, dtype=torch.float64, generator=generator)
 
 
 def scale_scores(model: nn.Module, graph: Graph) -> Tensor:
-    """|γ| of the batch norm behind a channel; the mean, where several are coupled.
+    """Return for each unit the mean |γ| of the batch norms that scale it.
 
-    A sum would grow with the number of layers on a residual stream, and be no measure to compare
-    with a channel that has one norm. Channels without a batch norm are out of reach: infinite.
+    The mean is used because a sum would grow with the number of layers on a residual stream. A
+    channel without a batch norm gets an infinite score, so it is kept as long as possible.
     """
     total, count = torch.zeros(2, graph.units, dtype=torch.float64)
     for path, module in model.named_modules():
@@ -54,12 +55,21 @@ def scale_scores(model: nn.Module, graph: Graph) -> Tensor:
 
 
 class UnitNorms:
-    """ℓ2 norm of all parameters that go with each unit, by their `axes`: with those of a graph, all
-    that make it, follow it and read it; with its `sites`, only those that read it.
+    """The ℓ2 norm of the parameters of each unit.
 
-    Can be differentiated, and captured in a CUDA graph. All parameters are one vector here, with
-    the units of every number beside it: a few large kernels instead of thousands of small ones.
-    `sizes`: how many numbers each norm is of.
+    The norms are differentiable, and can be captured in a CUDA graph. All parameters are
+    concatenated into one vector, with the units of every element beside it: a few large kernels
+    replace thousands of small ones.
+
+    Args:
+        model: The model that holds the parameters.
+        units: The number of units.
+        axes: For each parameter, the units along its axes. With `graph.axes`, a norm covers all
+            parameters that compute, follow or read a unit; with `graph.sites`, only those that
+            read it.
+
+    Attributes:
+        sizes: The number of elements in each norm.
     """
 
     def __init__(self, model: nn.Module, units: int, axes: dict[str, dict[int, Tensor]]) -> None:
@@ -68,7 +78,7 @@ class UnitNorms:
         ]
         self.tensors: list[Tensor] = [tensor for tensor, _ in found]
         self.units = units
-        self.slots = [  # `units` itself: none
+        self.slots = [  # the value `units` stands for no unit
             torch.cat(
                 [
                     _of_each(tensor, *own[k], units)
@@ -82,43 +92,48 @@ class UnitNorms:
         self.sizes = self._sums(torch.ones_like(self._vector()))
 
     def _vector(self) -> Tensor:
+        """Return all parameters as one vector."""
         return torch.cat([tensor.float().flatten() for tensor in self.tensors])
 
     def _sums(self, numbers: Tensor) -> Tensor:
+        """Add up one number per element for each unit."""
         sums = numbers.new_zeros(self.units + 1)
         for slots in self.slots:
             sums = sums.index_add(0, slots, numbers)
         return sums[:-1]
 
     def squares(self) -> Tensor:
+        """Return the squared norm of each unit."""
         return self._sums(self._vector().square())
 
     def __call__(self) -> Tensor:
+        """Return the norm of each unit."""
         return (self.squares() + _TINY).sqrt()
 
     @torch.no_grad()
     def scale(self, factors: Tensor) -> None:
-        """Multiply all that a norm is of."""
+        """Multiply the parameters of each unit by its factor, in place."""
         factors = torch.cat([factors, factors.new_ones(1)])
         each = torch.stack([factors[slots] for slots in self.slots]).prod(0)
-        torch._foreach_mul_(self.tensors, self._apart(each))
+        torch._foreach_mul_(self.tensors, self._split(each))
 
     @torch.no_grad()
     def pull(self, strengths: Tensor) -> None:
-        """Add `strengths` times the parameters to their gradients, for every norm they are in."""
+        """Add to the gradients the parameters times the strengths of all their units."""
         strengths = torch.cat([strengths, strengths.new_zeros(1)])
         each = torch.stack([strengths[slots] for slots in self.slots]).sum(0) * self._vector()
-        for tensor, more in zip(self.tensors, self._apart(each), strict=True):
+        for tensor, more in zip(self.tensors, self._split(each), strict=True):
             if tensor.grad is not None:
                 tensor.grad += more
 
-    def _apart(self, numbers: Tensor) -> list[Tensor]:
+    def _split(self, numbers: Tensor) -> list[Tensor]:
+        """Split a vector into tensors with the shapes of the parameters."""
         parts = numbers.split([tensor.numel() for tensor in self.tensors])
         return [part.view(t.shape) for part, t in zip(parts, self.tensors, strict=True)]
 
 
 def _of_each(tensor: Tensor, axis: int, units: Tensor, none: int) -> Tensor:
-    """The unit of every number of a tensor, of which one axis has units."""
+    """Return the unit of every element of a tensor with units along one axis."""
     shape = [1] * tensor.dim()
     shape[axis] = -1
     units = torch.where(units == FROZEN, none, units).to(tensor.device)
@@ -126,7 +141,14 @@ def _of_each(tensor: Tensor, axis: int, units: Tensor, none: int) -> Tensor:
 
 
 def plan_by_score(graph: Graph, scores: Tensor, *, multiple_of: int = 1, **limits: float) -> Plan:
-    """Keep the highest scores of every group, to `macs=` and/or `params=` of the original."""
+    """Return a plan that keeps the same fraction of every group, the highest scores first.
+
+    Args:
+        graph: The graph of the model.
+        scores: One score for each unit.
+        multiple_of: The widths of groups are multiples of this number.
+        limits: The budget as fractions of the original cost, such as `macs=0.5`.
+    """
     budget = Budget(graph, limits, multiple_of)
     budget.check_reachable()
     low, high = 0.0, 1.0
@@ -145,11 +167,16 @@ def plan_by_score(graph: Graph, scores: Tensor, *, multiple_of: int = 1, **limit
 
 
 def plan_by_threshold(graph: Graph, scores: Tensor, **limits: float) -> Plan:
-    """Keep the highest scores of all groups together, to `macs=` and/or `params=` of the original.
+    """Return a plan that keeps the channels above one threshold for all groups.
 
-    What is below the lowest threshold that meets the budget goes; then single channels are put
-    back, the highest first, while they fit. Every group keeps what it must; beyond that, a channel
-    with a score of 0 goes in any case.
+    The threshold is the lowest one that meets the budget. Single channels below it are then added
+    while they fit, the highest score first. Every group keeps its minimum; beyond that, channels
+    with a score of 0 are always removed.
+
+    Args:
+        graph: The graph of the model.
+        scores: One score for each unit.
+        limits: The budget as fractions of the original cost, such as `macs=0.5`.
     """
     budget = Budget(graph, limits)
     budget.check_reachable()
@@ -174,7 +201,7 @@ def plan_by_threshold(graph: Graph, scores: Tensor, **limits: float) -> Plan:
 
 
 def _best_of_each(budget: Budget, order: Tensor) -> Tensor:
-    """The units that are kept in any case: of each group as many as must stay."""
+    """Return a mask of the units that are always kept: the best ones of each group."""
     kept = torch.zeros(len(order), dtype=torch.bool)
     for group, least in enumerate(budget.lowest_widths().long().tolist()):
         kept[order[budget.owner[order] == group][:least]] = True
@@ -182,13 +209,13 @@ def _best_of_each(budget: Budget, order: Tensor) -> Tensor:
 
 
 def _widths(budget: Budget, share: float) -> Tensor:
-    """The same share of every group, on the grid of allowed widths."""
+    """Return widths that keep the same fraction of every group, rounded down to allowed widths."""
     n = torch.floor(share * budget.cost.full / budget.multiple) * budget.multiple
     return torch.maximum(n, budget.lowest_widths())
 
 
 def _fill_up(budget: Budget, n: Tensor) -> Tensor:
-    """Put channels back, the narrowest group (by its own measure) first, while they fit."""
+    """Widen groups while the budget allows it, the group with the smallest fraction first."""
     while True:
         for group in (n / budget.cost.full).argsort(stable=True).tolist():
             wider = n.clone()

@@ -1,8 +1,9 @@
-"""The resource model: R(n) = ½ nᵀQn + bᵀn + c over the live widths n of the groups.
+"""Compute what a network costs as a function of its widths: R(n) = ½ nᵀQn + bᵀn + c.
 
-Exact, in whole numbers: the coefficients are read off the traced operations (MACs, as torch's own
-counter has them) and the shapes of parameters. Memory is the bytes of the parameters and of what
-the merging operations put out for the example input.
+n holds the width of each group: the number of its channels that are not closed. The coefficients
+are exact. They come from the MACs of the traced operations, as torch counts them, and from the
+shapes of the parameters. Memory is the bytes of the parameters plus the bytes of the outputs of all
+contractions (such as convolutions) for the example input.
 """
 
 from __future__ import annotations
@@ -23,38 +24,42 @@ from ..tracing.model_state import named_tensors
 class Part(Protocol):
     """One resource as a function of the widths."""
 
-    def __call__(self, n: Tensor) -> Tensor: ...
+    def __call__(self, n: Tensor) -> Tensor:
+        """Return the cost at the widths `n`."""
 
-    def linear(self, n: Tensor) -> tuple[Tensor, Tensor]: ...
+    def linear(self, n: Tensor) -> tuple[Tensor, Tensor]:
+        """Return Q and b, from which the price of a channel follows: Qn + b."""
 
 
 @dataclass(frozen=True)
 class Quadratic:
-    """R(n) = ½ nᵀQn + bᵀn + c, in float64 (whole numbers up to 2⁵³ are exact)."""
+    """R(n) = ½ nᵀQn + bᵀn + c, in float64, which is exact for integers up to 2⁵³."""
 
     q: Tensor
     b: Tensor
     c: float
 
     def __call__(self, n: Tensor) -> Tensor:
+        """Return the cost at the widths `n`."""
         n = n.to(self.q)
         return 0.5 * (n @ self.q * n).sum(-1) + n @ self.b + self.c
 
     def linear(self, n: Tensor) -> tuple[Tensor, Tensor]:
-        """Q and b of the price of a channel, Qn + b."""
+        """Return Q and b, from which the price of a channel follows: Qn + b."""
         return self.q, self.b
 
     def saving(self, n: Tensor) -> Tensor:
-        """What closing one more unit of each group saves: R(n) - R(n - e_l), exactly."""
+        """Return what closing one more channel of each group saves: R(n) - R(n - e_l)."""
         n = n.to(self.q)
         return self.q @ n + self.b - 0.5 * self.q.diagonal()
 
 
 @dataclass(frozen=True)
 class Extra:
-    """A tensor that goes when one of these groups closes entirely, though its own channels stay.
+    """A tensor that is removed when one of these groups closes entirely.
 
-    (The first norm of a pre-activation block, when the branch behind it is taken out.)
+    The tensor's own channels are in other groups. An example is the first norm of a pre-activation
+    block, which is removed together with the branch behind it.
     """
 
     groups: Tensor
@@ -64,34 +69,42 @@ class Extra:
 
 @dataclass(frozen=True)
 class Output:
-    """What a merging operation puts out: bytes · Π (u·n + c), or nothing if it reads nothing."""
+    """The bytes of a contraction's output: size · Π (u·n + c), or 0 if an input has no channels."""
 
     size: float
     axes: list[tuple[Tensor, float]]
     reads: list[tuple[Tensor, float]]
 
     def __call__(self, n: Tensor) -> float:
+        """Return the bytes at the widths `n`."""
         if any(float(n @ u) + c == 0 for u, c in self.reads):
             return 0.0
         return self.size * math.prod(float(n @ u) + c for u, c in self.axes)
 
 
 class Cost:
-    """What the network costs, as a function of how many channels of each group are alive."""
+    """The cost of a network as a function of the widths of its groups.
+
+    Args:
+        names: The names of the prunable groups.
+        sizes: The number of channels of each group.
+        parts: The resources by name: MACs, params and memory.
+    """
 
     def __init__(self, names: list[str], sizes: list[int], parts: Mapping[str, Quadratic]) -> None:
         self.names = names
         self.full = torch.tensor(sizes, dtype=torch.float64)
-        self.parts: dict[str, Any] = dict(parts)  # name -> Part
+        self.parts: dict[str, Any] = dict(parts)  # `Part`; those given here are `Quadratic`
         self.extras: list[Extra] = []
         self.outputs: list[Output] = []
 
     def original(self) -> dict[str, int]:
+        """Return the cost of the network before pruning; latency is the measured one."""
         measured = {k: round(p.whole) for k, p in self.parts.items() if hasattr(p, "whole")}
         return self.at(self.full) | measured
 
     def at(self, n: Tensor) -> dict[str, int]:
-        """MACs, params and memory (bytes) at live widths `n`."""
+        """Return MACs, params and memory (in bytes) at the widths `n`."""
         n = n.double()
         found = {key: float(part(n)) for key, part in self.parts.items()}
         found["memory"] += sum(output(n) for output in self.outputs)
@@ -102,27 +115,30 @@ class Cost:
         return {key: round(value) for key, value in found.items()}
 
     def share(self, n: Tensor) -> dict[str, float]:
-        whole = self.original()
-        return {key: value / max(whole[key], 1) for key, value in self.at(n).items()}
+        """Return the cost at the widths `n` as a fraction of the original cost."""
+        original = self.original()
+        return {key: value / max(original[key], 1) for key, value in self.at(n).items()}
 
     def prices(self, n: Tensor | None = None) -> dict[str, tuple[float, float]]:
-        """Group -> share of MACs and of params that its next channel saves."""
+        """Return for each group the fractions of MACs and of params that its next channel saves."""
         n = self.full if n is None else n
-        whole = self.original()
-        macs = self.parts["macs"].saving(n) / max(whole["macs"], 1)
-        params = self.parts["params"].saving(n) / max(whole["params"], 1)
+        original = self.original()
+        macs = self.parts["macs"].saving(n) / max(original["macs"], 1)
+        params = self.parts["params"].saving(n) / max(original["params"], 1)
         pairs = zip(macs.tolist(), params.tolist(), strict=True)
         return dict(zip(self.names, pairs, strict=True))
 
 
 class _Sum:
-    """Adds up terms coef · Π (u·n + c), each a product of at most two axes."""
+    """Add up terms coef · Π (u·n + c), each a product over at most two axes with prunable units."""
 
     def __init__(self, graph: Graph) -> None:
         sizes = torch.tensor([g.size for g in graph.prunable.values()], dtype=torch.long)
         size = len(sizes)
         owner = torch.arange(size).repeat_interleave(sizes)
-        self.owner = torch.cat([owner, torch.tensor([size])])  # the last: of what stays
+        self.owner = torch.cat(
+            [owner, torch.tensor([size])]
+        )  # the last entry is the owner of frozen units
         self.sizes = sizes.double()
         self.q = torch.zeros(size, size, dtype=torch.float64)
         self.b = torch.zeros(size, dtype=torch.float64)
@@ -130,31 +146,36 @@ class _Sum:
         self._known: dict[int, tuple[Tensor, Tensor, float]] = {}
 
     def linear(self, units: Tensor) -> tuple[Tensor, float]:
-        """How an axis shrinks with the widths: u (per group, per unit) and what stays."""
+        """Return u and c of an axis: at the widths n, it has u·n prunable and c frozen entries."""
         if id(units) not in self._known:
             counts = torch.bincount(self.owner[units], minlength=len(self.sizes) + 1).double()
             self._known[id(units)] = units, counts[:-1] / self.sizes, float(counts[-1])
         return self._known[id(units)][1:]
 
     def add(self, coef: float, axes: list[Tensor]) -> None:
-        live = []
+        """Add the term coef · Π (u·n + c) over the axes."""
+        prunable = []
         for axis in axes:
-            u, whole = self.linear(axis)
-            if whole == axis.numel():
-                coef *= whole
+            u, frozen = self.linear(axis)
+            if frozen == axis.numel():
+                coef *= frozen
             else:
-                live.append((u, whole))
-        assert len(live) <= 2, "a cost of higher degree than two"
-        if not live:
+                prunable.append((u, frozen))
+        assert len(prunable) <= 2, "a cost of higher degree than two"
+        if not prunable:
             self.c += coef
-            return
-        u, cu = live[0]
-        if len(live) == 1:
-            self.b += coef * u
-            self.c += coef * cu
-            return
-        v, cv = live[1]
-        rows, columns = u.nonzero().flatten(), v.nonzero().flatten()  # few of many groups
+        elif len(prunable) == 1:
+            self.b += coef * prunable[0][0]
+            self.c += coef * prunable[0][1]
+        else:
+            self._add_product(coef, *prunable)
+
+    def _add_product(
+        self, coef: float, one: tuple[Tensor, float], two: tuple[Tensor, float]
+    ) -> None:
+        """Add the term coef · (u·n + cu) · (v·n + cv)."""
+        (u, cu), (v, cv) = one, two
+        rows, columns = u.nonzero().flatten(), v.nonzero().flatten()  # an axis has few groups
         product = coef * torch.outer(u[rows], v[columns])
         self.q[rows[:, None], columns] += product
         self.q[columns[:, None], rows] += product.T
@@ -162,11 +183,30 @@ class _Sum:
         self.c += coef * cu * cv
 
     def done(self) -> Quadratic:
+        """Return the sum of all terms."""
         return Quadratic(self.q, self.b, self.c)
 
 
 def measure(model: nn.Module, graph: Graph) -> Cost:
-    """The cost model of a traced network (of its first tape: the run in eval mode)."""
+    """Return the cost model of a traced network, from its first tape (the run in eval mode)."""
+    macs, outputs = _count_operations(graph)
+    sums: dict[int, _Sum] = {}  # by the bytes of an element
+    for name, tensor in model.named_parameters():
+        size = tensor.element_size()
+        sums[size] = sums.get(size) or _Sum(graph)
+        sums[size].add(*_term(graph, name, tensor))
+    parts = {
+        "macs": macs,
+        "params": _total(graph, [(1, part) for part in sums.values()]),
+        "memory": _total(graph, list(sums.items())),
+    }
+    cost = Cost(list(graph.prunable), [g.size for g in graph.prunable.values()], parts)
+    cost.outputs = outputs
+    return cost
+
+
+def _count_operations(graph: Graph) -> tuple[Quadratic, list[Output]]:
+    """Return the MACs of all operations, and the outputs of the contractions."""
     macs = _Sum(graph)
     first = set(graph.tapes[0].ops)
     counted, outputs = set(), []
@@ -179,23 +219,17 @@ def measure(model: nn.Module, graph: Graph) -> Cost:
     for op in graph.tapes[0].ops:
         if op.macs and op not in counted:
             macs.add(op.macs, [])
-    sums: dict[int, _Sum] = {}  # by the bytes of an element
-    for name, tensor in model.named_parameters():
-        size = tensor.element_size()
-        sums[size] = sums.get(size) or _Sum(graph)
-        sums[size].add(*_term(graph, name, tensor))
-    parts = {
-        "macs": macs.done(),
-        "params": _total(graph, [(1, part) for part in sums.values()]),
-        "memory": _total(graph, list(sums.items())),
-    }
-    cost = Cost(list(graph.prunable), [g.size for g in graph.prunable.values()], parts)
-    cost.outputs = outputs
-    return cost
+    return macs.done(), outputs
 
 
 def add_extras(model: nn.Module, graph: Graph, dropped: Mapping[str, set[str]]) -> None:
-    """Take note of the tensors that go when a group closes entirely (group -> their names)."""
+    """Add to the cost model the tensors that are removed when a group closes entirely.
+
+    Args:
+        model: The traced model.
+        graph: Its graph, whose cost model is changed.
+        dropped: For each group, the names of these tensors.
+    """
     names = list(graph.prunable)
     parameters = {name for name, _ in model.named_parameters()}
     for name, tensor in named_tensors(model):
@@ -209,13 +243,14 @@ def add_extras(model: nn.Module, graph: Graph, dropped: Mapping[str, set[str]]) 
 
 
 def _term(graph: Graph, name: str, tensor: Tensor) -> tuple[int, list[Tensor]]:
-    """The elements of a tensor as a product: what stays, and the axes along which units go."""
+    """Return the size of a tensor as a product: the fixed factor, and the axes that have units."""
     axes = graph.axes.get(name, {})
     stay = math.prod(size for axis, size in enumerate(tensor.shape) if axis not in axes)
     return stay, list(axes.values())
 
 
 def _total(graph: Graph, parts: list[tuple[int, _Sum]]) -> Quadratic:
+    """Return the sum of the parts, each multiplied by its factor."""
     total = _Sum(graph)
     for times, part in parts:
         total.q += times * part.q
@@ -225,6 +260,7 @@ def _total(graph: Graph, parts: list[tuple[int, _Sum]]) -> Quadratic:
 
 
 def _output(graph: Graph, item: Contraction, total: _Sum) -> Output:
+    """Return the memory of a contraction's output as a function of the widths."""
     value = item.op.outs[0]
     axes = [layer.flatten() for layer in graph.values.get(value, [])]
     size = value.itemsize * math.prod(value.shape) / math.prod(axis.numel() for axis in axes)

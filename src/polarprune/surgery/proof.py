@@ -166,7 +166,7 @@ def _check_gap(gap: float, tolerance: float, where: str) -> None:
     """Raise if a difference is larger than allowed, or NaN."""
     if not gap <= tolerance:
         raise PruneError(
-            f"the pruned model differs from the gated model by {gap:.2g} (relative, {where}); at "
+            f"the pruned model differs by {gap:.2g} from the gated model (relative, {where}); at "
             f"most {tolerance:.0e} is allowed. Nothing was exported. Please report this model, and "
             f"freeze the affected part with keep=[...]."
         )

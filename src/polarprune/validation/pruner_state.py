@@ -1,7 +1,7 @@
-"""Check the state of a pruner as a whole, before any of it is applied.
+"""Check the state of a pruner before any part of it is loaded.
 
-The form comes first: keys, types, shapes and dtypes must be those of the pruner that loads the
-state. Then the values: ranges, and whether the parts fit each other.
+First the structure: keys, types, shapes and dtypes must match the pruner that loads the state. Then
+the values: they must be in range, and the parts must be consistent with each other.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor
@@ -19,34 +19,46 @@ from ..errors import PruneError
 if TYPE_CHECKING:
     from ..channels.graph import Graph
 
-_SOURCE = "give what pruner.state_dict() returned. Nothing was changed."
+State = Mapping[str, Any]  # the parts of a state, by name; their types vary
+_Number = float | Tensor
+_Range = tuple[_Number, Callable[[_Number], bool]]  # a value, and whether it is in range
+
+_REMEDY = "Pass the dict that pruner.state_dict() returned"
 
 
-def check_state(state: Any, own: dict[str, Any], graph: Graph, deadline: int) -> None:
-    """Refuse a state that the pruner with the state `own` cannot resume from.
+def check_state(state: object, own: State, graph: Graph, deadline: int) -> None:
+    """Raise unless a pruner can resume from a state.
 
-    `deadline` is the step at which the budget is met, or 0 if there is none.
+    Args:
+        state: The state to load.
+        own: The present state of the pruner that loads it.
+        graph: The graph of the pruner's model.
+        deadline: The step at which the budget is met, or 0 if there is no budget.
+
+    Raises:
+        PruneError: If the state does not fit this pruner, or if its parts contradict each other.
     """
     if not isinstance(state, dict):
         raise PruneError(
-            f"load_state_dict: {_short(state)}; give what pruner.state_dict() returned (a file of "
-            f"it has to be read first: torch.load)."
+            f"load_state_dict: got {_short(state)}. {_REMEDY}. To resume from a file, read it with "
+            f"torch.load first."
         )
     _check_keys("the state", state, own)
     _check_run(state, own)
     _check_groups(state, own)
     for key in own.keys() - {"settings", "schedule", "alpha", "present", "history"}:
-        _check_form(key, state[key], own[key])
+        _check_structure(key, state[key], own[key])
     _check_numbers(state, own, deadline)
     _check_present(state, graph)
     _check_history(state["history"], own["history"][0], state["step"])
 
 
 def _refuse(part: str, problem: str) -> NoReturn:
-    raise PruneError(f"load_state_dict: {part} {problem}: {_SOURCE}")
+    """Raise the error for one part of a state."""
+    raise PruneError(f"load_state_dict: {part} {problem}. {_REMEDY}. Nothing was changed.")
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     """Describe a value in a few words."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
@@ -54,43 +66,45 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _check_keys(part: str, state: Mapping[Any, Any], own: Mapping[str, Any]) -> None:
+def _check_keys(part: str, state: State, own: State) -> None:
+    """Require the same keys."""
     missing = [key for key in own if key not in state]
     if missing:
         _refuse(part, f"has no {missing[0]!r}")
     unknown = [key for key in state if key not in own]
     if unknown:
-        _refuse(part, f"has {_short(unknown[0])}, which is unknown")
+        _refuse(part, f"has the unknown key {_short(unknown[0])}")
 
 
-def _check_run(state: dict[str, Any], own: dict[str, Any]) -> None:
-    """Require the settings of this pruner."""
+def _check_run(state: State, own: State) -> None:
+    """Require the settings and the schedule of this pruner."""
     for key in ("settings", "schedule"):
         given = state[key]
         if not isinstance(given, dict):
-            _refuse(key, f"is {_short(given)}")
+            _refuse(key, f"is {_short(given)}, not a dict")
         plain = all(isinstance(value, (bool, Real, str)) for value in given.values())
         if not plain or given != own[key]:
             theirs, mine = (
-                _apart(one, other) if plain else one
+                _differing(one, other) if plain else one
                 for one, other in ((given, own[key]), (own[key], given))
             )
             raise PruneError(
-                f"load_state_dict: the state is of a run with {key} {_short(theirs)}, this pruner "
-                f"has {_short(mine)}; build it with the same. Nothing was changed."
+                f"load_state_dict: the state comes from a run with {key} {_short(theirs)}, but "
+                f"this pruner has {_short(mine)}. Build the Pruner with the same {key}. Nothing "
+                f"was changed."
             )
 
 
-def _apart(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of `one` that `other` lacks or has with another value."""
+def _differing(one: State, other: State) -> dict[str, object]:
+    """Return the entries of `one` that `other` does not have, or has with another value."""
     return {key: value for key, value in one.items() if key not in other or other[key] != value}
 
 
-def _check_groups(state: dict[str, Any], own: dict[str, Any]) -> None:
-    """Require the gates and channels of this model."""
+def _check_groups(state: State, own: State) -> None:
+    """Require the gates and the channels of this model."""
     alpha, present = state["alpha"], state["present"]
     if not isinstance(alpha, dict):
-        _refuse("alpha", f"is {_short(alpha)}")
+        _refuse("alpha", f"is {_short(alpha)}, not a dict")
     for name, value in (*alpha.items(), ("present", present)):
         if not isinstance(value, Tensor):
             _refuse(str(name), f"is {_short(value)}, not a tensor")
@@ -98,20 +112,22 @@ def _check_groups(state: dict[str, Any], own: dict[str, Any]) -> None:
     if shapes[0] != shapes[1] or present.shape != own["present"].shape:
         _refuse_model()
     for name, value in alpha.items():
-        _check_form(f"alpha of {name}", value, own["alpha"][name])
-    _check_form("present", present, own["present"])
+        _check_structure(f"alpha of {name}", value, own["alpha"][name])
+    _check_structure("present", present, own["present"])
     if bool((present.cpu() & ~own["present"].cpu()).any()):
         _refuse_model()
 
 
 def _refuse_model() -> NoReturn:
+    """Raise the error for the state of another model."""
     raise PruneError(
-        "load_state_dict: the state has other groups than this model; build the Pruner with the "
-        "same fresh model, example, keep=[...], rules={...} and norms. Nothing was changed."
+        "load_state_dict: the groups of the state differ from those of this model. Build the "
+        "Pruner with the same fresh model, example, keep=[...], rules={...} and norms. Nothing was "
+        "changed."
     )
 
 
-def _check_form(part: str, value: Any, own: Any) -> None:
+def _check_structure(part: str, value: object, own: object) -> None:
     """Require the same keys, types, shapes and dtypes, and finite numbers."""
     if isinstance(own, Tensor):
         _check_tensor(part, value, own)
@@ -120,7 +136,7 @@ def _check_form(part: str, value: Any, own: Any) -> None:
             _refuse(part, f"is {_short(value)}, not a dict")
         _check_keys(part, value, own)
         for key, inner in own.items():
-            _check_form(f"{part}[{key!r}]", value[key], inner)
+            _check_structure(f"{part}[{key!r}]", value[key], inner)
     elif isinstance(own, bool):
         if not isinstance(value, bool):
             _refuse(part, f"is {_short(value)}, not True or False")
@@ -128,34 +144,38 @@ def _check_form(part: str, value: Any, own: Any) -> None:
         _refuse(part, f"is {_short(value)}, not a finite number")
 
 
-def _is_number(value: Any, kind: Any = Real) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
+def _is_number(value: object, kind: type = Real) -> TypeGuard[float]:
+    """Return whether a value is a finite number of this kind, and not a bool."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    return isinstance(value, kind) and math.isfinite(value)
 
 
-def _check_tensor(part: str, value: Any, own: Tensor) -> None:
+def _check_tensor(part: str, value: object, own: Tensor) -> None:
+    """Require a dense tensor with the same shape and dtype, and finite values."""
     if not isinstance(value, Tensor):
         _refuse(part, f"is {_short(value)}, not a tensor")
     if value.shape != own.shape:
         _refuse(part, f"has the shape {list(value.shape)} instead of {list(own.shape)}")
     if value.dtype != own.dtype:
-        _refuse(part, f"is of {value.dtype} instead of {own.dtype}")
+        _refuse(part, f"has the dtype {value.dtype} instead of {own.dtype}")
     if value.is_meta or value.layout != torch.strided:
-        _refuse(part, f"is on {value.device} as {value.layout} and holds no values")
+        _refuse(part, f"is not a dense tensor with values ({value.layout} on {value.device})")
     if not bool(value.isfinite().all()):
         _refuse(part, "has values that are NaN or infinite")
 
 
-def _check_numbers(state: dict[str, Any], own: dict[str, Any], deadline: int) -> None:
-    """Check the ranges of values whose form was checked."""
+def _check_numbers(state: State, own: State, deadline: int) -> None:
+    """Check the ranges of values. Their structure was checked before."""
     steps, step = own["settings"]["steps"], state["step"]
     stepper = state["stepper"]
     if not 0 <= step <= steps:
-        _refuse("step", f"is {step}, not within 0 and {steps}")
+        _refuse("step", f"is {step}, not between 0 and {steps}")
     if state["landed"] != (0 < deadline <= step):
         _refuse("landed", f"is {state['landed']} at step {step}")
     if not 0 < state["compacted"] <= 1:
-        _refuse("compacted", f"is {state['compacted']}, not a share")
-    parts = {
+        _refuse("compacted", f"is {state['compacted']}, not a fraction above 0 and up to 1")
+    parts: dict[str, _Range] = {
         **{f"stepper[{k!r}]": (stepper[k], _is_not_negative) for k in ("scale", "shrink", "worth")},
         **{f"landing[{k!r}]": (value, _is_not_negative) for k, value in state["landing"].items()},
         **_latency_parts(state.get("latency")),
@@ -165,17 +185,18 @@ def _check_numbers(state: dict[str, Any], own: dict[str, Any], deadline: int) ->
             _refuse(part, "has values out of range")
 
 
-def _is_positive(value: Any) -> bool:
+def _is_positive(value: _Number) -> bool:
+    """Return whether all numbers are above 0."""
     return bool((torch.as_tensor(value) > 0).all())
 
 
-def _is_not_negative(value: Any) -> bool:
+def _is_not_negative(value: _Number) -> bool:
+    """Return whether all numbers are 0 or above."""
     return bool((torch.as_tensor(value) >= 0).all())
 
 
-def _latency_parts(
-    latency: dict[str, Any] | None,
-) -> dict[str, tuple[Any, Callable[[Any], bool]]]:
+def _latency_parts(latency: State | None) -> dict[str, _Range]:
+    """Return the values of the latency model with their ranges; none if latency has no limit."""
     if latency is None:
         return {}
     model = latency["model"]
@@ -189,20 +210,22 @@ def _latency_parts(
     }
 
 
-def _check_present(state: dict[str, Any], graph: Graph) -> None:
-    """Require that removed channels are closed, and that needed channels are present."""
+def _check_present(state: State, graph: Graph) -> None:
+    """Require that removed channels are closed, and that every group has its minimum."""
     present = state["present"].cpu()
     for name, group in graph.prunable.items():
         mine = present[group.offset : group.offset + group.size]
         if int(mine.sum()) < group.minimum:
-            _refuse("present", f"leaves {int(mine.sum())} channels of {name}, which needs more")
+            kept, minimum = int(mine.sum()), group.minimum
+            _refuse("present", f"keeps {kept} channels of {name}, which needs at least {minimum}")
         if bool((state["alpha"][name].cpu()[~mine] != 0).any()):
             _refuse(f"alpha of {name}", "is not zero for channels that were removed")
     if not torch.equal(graph.settle(present), present):
         _refuse("present", "keeps channels that no layer reads")
 
 
-def _check_history(history: Any, own: dict[str, Any], step: int) -> None:
+def _check_history(history: object, own: State, step: int) -> None:
+    """Require rows like `own`, in the order of their steps, none after the present step."""
     if not isinstance(history, list) or not history:
         _refuse("history", f"is {_short(history)}, not a list of rows")
     last = -1
@@ -214,16 +237,17 @@ def _check_history(history: Any, own: dict[str, Any], step: int) -> None:
         for key, value in row.items():
             _check_entry(f"{part}[{key!r}]", value, own[key])
         if not last < row["step"] <= step:
-            _refuse(f"{part}['step']", f"is {row['step']}, after step {last} in a run of {step}")
+            order = f"steps must increase from row to row and not exceed {step}"
+            _refuse(f"{part}['step']", f"is {row['step']}, but {order}")
         last = row["step"]
 
 
-def _check_entry(part: str, value: Any, own: Any) -> None:
-    """Check an entry of a row: a number from 0 on, or a histogram."""
+def _check_entry(part: str, value: object, own: object) -> None:
+    """Require that an entry of a row is a non-negative number, or a histogram if `own` is one."""
     if not isinstance(own, list):
         if not _is_number(value) or value < 0:
-            _refuse(part, f"is {_short(value)}, not a number from 0 on")
+            _refuse(part, f"is {_short(value)}, not a non-negative number")
         return
-    bins = isinstance(value, list) and len(value) == len(own)
-    if not bins or not all(_is_number(one, Integral) and one >= 0 for one in value):
+    bins = value if isinstance(value, list) and len(value) == len(own) else [None]
+    if not all(_is_number(one, Integral) and one >= 0 for one in bins):
         _refuse(part, f"is {_short(value)}, not a histogram of {len(own)} bins")

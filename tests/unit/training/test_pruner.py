@@ -348,7 +348,8 @@ def test_a_state_is_a_copy() -> None:
 def test_a_state_of_another_model_is_refused() -> None:
     model, example = NETS["mlp"]()
     other = pp.Pruner(model, example, macs=0.5, steps=STEPS)
-    with pytest.raises(pp.PruneError, match="the state has other groups than this model"):
+    message = "the groups of the state differ from those of this model"
+    with pytest.raises(pp.PruneError, match=message):
         setup().load_state_dict(other.state_dict())
 
 
