@@ -800,7 +800,7 @@ REMEDY = (
     r"\b([Gg]ive|[Pp]ass|[Uu]se|[Cc]all|[Bb]uild|[Rr]un|[Mm]ove|[Pp]rint|[Ss]et|"
     r"[Tt]rain on|[Ll]oad|[Ll]ower|[Cc]orrect|[Ll]et|[Ss]ave|[Cc]opy|[Aa]ttach|trace this|"
     r"want(ed)?|must|is enough|go back|only|leave it out|Names are as|Open groups|"
-    r"Please report|says why|a fraction of|lowest is)\b"
+    r"Please report|[Cc]ontinue|[Uu]npack|says why|a fraction of|lowest is)\b"
 )
 
 
@@ -862,15 +862,15 @@ COMMANDS: list[tuple[str, str]] = [
     ("demo --epochs 0", "--epochs 0: give at least 1"),
     ("demo --macs 1.5", "macs=1.5: a budget is a fraction of the original"),
     ("demo --out text", "text: that is a file; give a folder"),
-    ("train resnet99 --data cifar10:x", "there is no recipe 'resnet99'"),
+    ("train resnet99 --data cifar10:x", "unknown preset 'resnet99'"),
     ("train resnet56 --data digits", "--data digits: give cifar10:DIR"),
-    ("train resnet56 --data cifar10:x", "there is neither cifar-10-batches-py nor"),
+    ("train resnet56 --data cifar10:x", "found neither cifar-10-batches-py nor"),
     ("train resnet56 --data cifar10:x --macs 2", "macs=2.0: a budget is a fraction"),
     ("train resnet56 --data cifar10:x --set epochs", "--set epochs: give name=value"),
-    ("train resnet56 --data cifar10:x --set epochs=abc", "epochs='abc', which should be a int"),
+    ("train resnet56 --data cifar10:x --set epochs=abc", "epochs='abc' must be of type int"),
     ("train resnet56 --data cifar10:x --set schedule.done=2", "Schedule: start=0.0, done=2"),
     ("train resnet56 --data cifar10:x --set schedule.done=yes", "Schedule: done='yes'. Give"),
-    ("train resnet56 --data cifar10:x --macs 0.5 --method foo", "there is no method 'foo'"),
+    ("train resnet56 --data cifar10:x --macs 0.5 --method foo", "unknown method 'foo'"),
     ("sweep resnet56 --data cifar10:x --macs 0.5 --macs 2", "macs=2.0: a budget is a fraction"),
 ]  # fmt: skip
 
