@@ -16,6 +16,7 @@ from ..torch_internals.patches import fused_kernels_off
 
 Example = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 Slot = tuple[nn.Module, str]  # a module and the name of an attribute or buffer
+Held = tuple[dict[str, Any], str, Any]  # a table, a key in it, and what was there
 
 
 # --- inputs and outputs ---------------------------------------------------------------------------
@@ -165,12 +166,12 @@ def empty_slots(model: nn.Module) -> list[Slot]:
 _TORCH_TABLES = frozenset(vars(nn.Module()))
 
 
-def clear_slots(slots: list[Slot]) -> list[tuple[dict[str, Any], str, Any]]:
+def clear_slots(slots: list[Slot]) -> list[Held]:
     """Empty the slots of tensors that a run left there, and return what was removed.
 
     Such tensors belong to a batch that is over, and have the widths that the model had then.
     """
-    removed: list[tuple[dict[str, Any], str, Any]] = [
+    removed: list[Held] = [
         (table, key, table[key])
         for module, key in slots
         for table in (vars(module), module._buffers)

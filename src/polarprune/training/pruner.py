@@ -27,7 +27,7 @@ from ..validation.optimizers import check_gates, check_known, check_optimizers, 
 from ..validation.pruner_state import check_state
 from ..validation.run import check_done, check_finite, check_weights
 from .rebuild import check_held
-from .run import PruningRun
+from .run import PruningRun, State
 from .schedule import Schedule
 
 _ROUTED = (
@@ -350,7 +350,7 @@ class Pruner(PruningRun):
 
     # --- resuming ---------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return what a resumed run needs besides the state of the model and the optimizer.
 
         Raises:
@@ -363,7 +363,7 @@ class Pruner(PruningRun):
         check_finite(self._named_alphas(), torch.cat([flat, self._stepper.worth.to(flat)]))
         return self._state()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Resume from the state that `state_dict` returned.
 
         Load it before the states of the model and the optimizer: after a `compact()` it brings the

@@ -29,8 +29,10 @@ from ..validation.run import check_finite, check_prunable
 from .compaction import Compaction
 from .export import Exporter
 from .schedule import Schedule
-from .steering import Progress, Steering
+from .steering import Progress, Row, Steering
 from .stepper import Stepper
+
+State = dict[str, Any]  # of a pruner: tensors and plain data
 
 
 class PruningRun:
@@ -146,7 +148,7 @@ class PruningRun:
         return self._steering.progress.landing
 
     @property
-    def history(self) -> list[dict[str, Any]]:
+    def history(self) -> list[Row]:
         """One row for every look at the gates."""
         return self._steering.progress.history
 
@@ -178,7 +180,7 @@ class PruningRun:
     def _widths(self) -> Tensor:
         return self.budget.widths(self._flat().cpu())
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, float]:
         goal = self.limits if self.lam is None else {"lam": self.lam}
         return {**goal, "steps": self.steps, "multiple_of": self.multiple_of}
 
@@ -198,15 +200,15 @@ class PruningRun:
         self._stepper.keep_only(self._compaction.present)
         self._compaction.share = self.graph.cost.share(self._widths())["macs"]
 
-    def _optimizers(self, more: Any = ()) -> list[Optimizer]:
+    def _optimizers(self, more: object = ()) -> list[Optimizer]:
         given = list(more) if isinstance(more, Iterable) else [more]
         found = [one for one in (self._optimizer, *self._others, *given) if one is not None]
         check_optimizers(found, "compact")
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(one for one in found if isinstance(one, Optimizer)))
 
     # --- resuming ---------------------------------------------------------------------------------
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> State:
         sizes = [group.size for group in self.graph.prunable.values()]
         compaction = self._compaction
         return {
@@ -224,7 +226,7 @@ class PruningRun:
             **({"latency": self._stopwatch.state()} if self._stopwatch else {}),
         }
 
-    def _restore(self, state: dict[str, Any]) -> None:
+    def _restore(self, state: State) -> None:
         """Continue from a state that was checked."""
         compaction = self._compaction
         rebuild = compaction.rebuild(state["present"].cpu())

@@ -159,7 +159,7 @@ _FLAGS, _INTEGERS = ("relaxed", "reopens", "spares"), ("sweeps", "every")
 _POSITIVE = ("window", "memory", "max_shrink", "sweeps", "every", "alpha_start")
 
 
-def _fits(name: str, value: Any) -> bool:
+def _fits(name: str, value: object) -> bool:
     """Return True if a value has the type of its field."""
     if name in _FLAGS:
         return isinstance(value, bool)

@@ -23,6 +23,7 @@ from .stepper import Stepper
 
 _LOOKS = 400  # in one run, at most
 _BINS = 20
+Row = dict[str, Any]  # what one look at the gates found
 _LARGE_LANDING = 0.005  # share of the MACs that may close at once without a warning
 
 
@@ -40,7 +41,7 @@ class Progress:
     step: int = 0
     landed: bool = False
     landing: dict[str, float] = field(default_factory=lambda: {"gates": 0, "macs": 0.0})
-    history: list[dict[str, Any]] = field(default_factory=list)
+    history: list[Row] = field(default_factory=list)
 
 
 class Steering:

@@ -17,6 +17,6 @@ def is_number(value: Any) -> TypeGuard[float]:
         return False
 
 
-def is_count(value: Any) -> TypeGuard[int]:
+def is_count(value: object) -> TypeGuard[int]:
     """Return True for an integer from 1 on."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
