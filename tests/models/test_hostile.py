@@ -464,7 +464,7 @@ def test_what_a_file_cannot_hold_is_said(tmp_path: Path) -> None:
 
     model = Extra()
     small = pp.shrink(model, pp.trace(model, X), {"a": [0, 1]})
-    with pytest.raises(pp.PruneError, match="_extra_state is no tensor"):
+    with pytest.raises(pp.PruneError, match="_extra_state is not a tensor"):
         pp.save(small, tmp_path / "x.safetensors")
     model = Three()
     small = pp.shrink(model, pp.trace(model, X), {"a": [0, 1]})
@@ -503,7 +503,7 @@ def test_compact_wants_to_know_the_optimizer() -> None:
 def test_a_state_of_another_schedule_is_refused() -> None:
     state = pp.Pruner(Three(), X, macs=0.5, steps=40).state_dict()
     other = pp.Pruner(Three(), X, macs=0.5, steps=40, schedule=pp.Schedule(done=0.4))
-    with pytest.raises(pp.PruneError, match="of a run with schedule"):
+    with pytest.raises(pp.PruneError, match="from a run with schedule"):
         other.load_state_dict(state)
     with pytest.raises(pp.PruneError, match="a file of it has to be read first"):
         other.load_state_dict("state.pt")  # type: ignore[arg-type]

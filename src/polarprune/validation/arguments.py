@@ -55,8 +55,8 @@ def _check_goal(limits: Mapping[str, float], lam: float | None) -> None:
     """Require either budgets between 0 and 1, or a positive λ."""
     if lam is not None and limits:
         raise PruneError(
-            f"conflicting settings: lam={lam} leaves the ratio open, {' and '.join(limits)} sets "
-            f"it. Give a budget or lam, not both."
+            f"conflicting settings: lam={lam} leaves the ratio open, {' and '.join(limits)} "
+            f"{'sets' if len(limits) == 1 else 'set'} it. Give a budget or lam, not both."
         )
     if lam is None and not limits:
         raise PruneError("no goal: give a budget (macs=0.5, params=0.3) or lam=...")
