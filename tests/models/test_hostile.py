@@ -505,7 +505,7 @@ def test_a_state_of_another_schedule_is_refused() -> None:
     other = pp.Pruner(Three(), X, macs=0.5, steps=40, schedule=pp.Schedule(done=0.4))
     with pytest.raises(pp.PruneError, match="from a run with schedule"):
         other.load_state_dict(state)
-    with pytest.raises(pp.PruneError, match="read it with torch.load first"):
+    with pytest.raises(pp.PruneError, match=r"read it with torch\.load first"):
         other.load_state_dict("state.pt")  # type: ignore[arg-type]
 
 
