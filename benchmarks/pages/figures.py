@@ -113,7 +113,8 @@ def stability() -> Figure:
     figure, (left, right) = panels(2)
     for number, name in enumerate(headline()):
         rows = log(name)
-        scored = [row for row in rows if "recalibrated_loss" in row]
+        tenths = [row for row in rows if row["epoch"] % 10 == 0]
+        scored = [row for row in tenths if "recalibrated_loss" in row]
         colour, dash, _ = STYLES[number % len(STYLES)]
         epochs = [r["epoch"] for r in rows]
         left.plot(epochs, [r["loss"] for r in rows], dash, color=colour, lw=1, label=name)
@@ -125,7 +126,7 @@ def stability() -> Figure:
             color=colour,
         )
         right.plot(epochs, [r["macs"] for r in rows], dash, color=colour, lw=1)
-    left.set(xlabel="epoch", ylabel="training loss (squares: test loss)", ylim=(0, 4))
+    left.set(xlabel="epoch", ylabel="loss (squares: test)", ylim=(0, 3))
     right.set(xlabel="epoch", ylabel="MACs left", ylim=(0, 1.02))
     right.yaxis.set_major_formatter(PercentFormatter(1))
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
