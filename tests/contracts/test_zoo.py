@@ -79,9 +79,12 @@ def test_a_file_with_the_old_name_of_a_network_is_refused(tmp_path: Path) -> Non
 
 
 STRANGE: list[dict[str, Any]] = [
-    {"network": []}, {"network": {"a": 1}}, {"network": 3}, {"network": "resnet56"},
+    {"network": []},
+    {"network": {"a": 1}},
+    {"network": 3},
+    {"network": "resnet56"},
     {"network": "resnet56", "macs": "many", "macs_share": 1, "params": 1, "params_share": 1},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("card", STRANGE, ids=str)

@@ -81,16 +81,35 @@ def test_the_summary_looks_at_both_sides_of_the_path() -> None:
 
 
 def stored(**changes: Any) -> dict[str, Any]:
-    curves = {"epoch": [1, 2], "macs": [0.7, 0.5], "path": [0.7, 0.5], "half_open": [3, 0],
-              "gates": [10, 10], "recalibrated_loss": [1.0, 0.9]}  # fmt: skip
+    curves = {
+        "epoch": [1, 2],
+        "macs": [0.7, 0.5],
+        "path": [0.7, 0.5],
+        "half_open": [3, 0],
+        "gates": [10, 10],
+        "recalibrated_loss": [1.0, 0.9],
+    }
     return {
-        "network": "resnet20", "macs": 0.5, "above_path": 0.1, "below_path": 1.9,
-        "largest_fall": 2.4, "channels_in_it": 1, "landing": {"gates": 0, "macs": 0.0},
-        "loss_ratio": 1.19, "accuracy": 0.8, "baseline": 0.7, "curves": curves,
-        "images": 80, "test_images": 20, "size": 8,
+        "network": "resnet20",
+        "macs": 0.5,
+        "above_path": 0.1,
+        "below_path": 1.9,
+        "largest_fall": 2.4,
+        "channels_in_it": 1,
+        "landing": {"gates": 0, "macs": 0.0},
+        "loss_ratio": 1.19,
+        "accuracy": 0.8,
+        "baseline": 0.7,
+        "curves": curves,
+        "images": 80,
+        "test_images": 20,
+        "size": 8,
         "recipe": {"epochs": 2, "seed": 0, "batch": 8, "baseline_epochs": 1},
-        "machine": "a machine", "versions": {"torch": "2"}, "commit": "abc", **changes,
-    }  # fmt: skip
+        "machine": "a machine",
+        "versions": {"torch": "2"},
+        "commit": "abc",
+        **changes,
+    }
 
 
 BROKEN = {
@@ -129,8 +148,16 @@ def headline(folder: Path, name: str, points: float) -> None:
     rows, macs = [], 1.0
     for epoch in range(1, 11):
         macs -= (points if epoch == 5 else 1.0) / 100
-        rows.append({"stage": "prune", "epoch": epoch, "macs": macs, "lam": 1.0,
-                     "histogram": [1, *[0] * 18, 1], "recalibrated_loss": 1 / epoch})  # fmt: skip
+        rows.append(
+            {
+                "stage": "prune",
+                "epoch": epoch,
+                "macs": macs,
+                "lam": 1.0,
+                "histogram": [1, *[0] * 18, 1],
+                "recalibrated_loss": 1 / epoch,
+            }
+        )
     (folder / name).mkdir(parents=True)
     (folder / name / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = {"schedule": {"done": 0.5}, "epochs": 10}

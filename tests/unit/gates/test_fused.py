@@ -155,9 +155,10 @@ def test_any_order_of_memory(form: str) -> None:
         model.to(memory_format=torch.channels_last)
     if form == "mixed":
         model.two.parametrizations.weight.original.data = (
-            model.two.parametrizations.weight.original.data.permute(3, 2, 1, 0).contiguous()
+            model.two.parametrizations.weight.original.data.permute(3, 2, 1, 0)
+            .contiguous()
             .permute(3, 2, 1, 0)
-        )  # fmt: skip
+        )
     alone = without(model)
     assert_same(gradients(model, model(IMAGES)), gradients(alone, alone(IMAGES)))
     model.two.parametrizations.weight.original.data = torch.randn(6, 10, 3, 3).double()[:, ::2]
