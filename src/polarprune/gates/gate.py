@@ -187,11 +187,11 @@ class GatedWeight(nn.Module):
 
     def forward(self, weight: Tensor) -> Tensor:
         """Return the weight multiplied by its gates."""
-        if self._skipped_by == threading.get_ident():
-            self._skipped_by = 0
-            return weight
-        if not torch.compiler.is_compiling() and self.fused is not None:
-            ready = self.fused.take(self.slot, weight)
+        if not torch.compiler.is_compiling():
+            if self._skipped_by == threading.get_ident():
+                self._skipped_by = 0
+                return weight
+            ready = None if self.fused is None else self.fused.take(self.slot, weight)
             if ready is not None:
                 return ready
         return self.times(weight, values_of(self.gates))
