@@ -21,7 +21,7 @@ import polarprune
 ROOT = Path(polarprune.__file__).parent
 ORDER: dict[str, list[str]] = {
     "errors": [],
-    "torch_internals": ["class_swaps", "markers", "patches"],
+    "torch_internals": ["class_swaps", "markers", "parallel", "patches"],
     "validation": [
         "models",
         "numbers",
@@ -101,7 +101,7 @@ ORDER: dict[str, list[str]] = {
         "other_scores",
         "stopwatch",
     ],
-    "gates": ["folding", "gate", "fused", "install"],
+    "gates": ["folding", "gate", "fused", "install", "sharding"],
     "analysis": [
         "inspection",
         "tape_comparison",
@@ -117,6 +117,7 @@ ORDER: dict[str, list[str]] = {
         "rebuild",
         "compaction",
         "export",
+        "processes",
         "schedule",
         "controller",
         "stepper",

@@ -21,6 +21,7 @@ from ..errors import PruneError
 from ..report.report import Report
 from ..surgery.apply import warn_of_hooks
 from ..surgery.proof import own_copy
+from ..torch_internals.parallel import only_makes_state
 from ..tracing.model_state import Example, slots_cleared
 from ..validation.arguments import check_schedule, check_settings
 from ..validation.optimizers import check_gates, check_known, check_optimizers, check_rates
@@ -142,6 +143,7 @@ class Pruner(PruningRun):
             >>> optimizer = torch.optim.SGD(pruner.param_groups(lr=0.1, weight_decay=5e-4))
         """
         check_rates(lr, weight_decay, kw)
+        self._follow_sharding()
         alphas = self._stepper.alphas
         mine = {id(alpha) for alpha in alphas}
         rest = [p for p in self.model.parameters() if id(p) not in mine]
@@ -230,7 +232,8 @@ class Pruner(PruningRun):
 
     def _after_step(self, optimizer: Optimizer) -> None:
         found_inf = getattr(optimizer, "found_inf", None)  # fused optimizers skip steps themselves
-        if found_inf is None or not bool(found_inf):
+        skipped = found_inf is not None and bool(found_inf)
+        if not skipped and not only_makes_state(optimizer):
             self.step()
 
     # --- the state of the run ---------------------------------------------------------------------
@@ -311,8 +314,14 @@ class Pruner(PruningRun):
         known = self._optimizers(optimizer)
         check_known(known, optimizer is None and self.step_count > 0)
         example = self._here() if verify else None
-        if self._compaction.run(self._alive(), known, copies, example):
+        wrappers = self._processes.wrappers()
+        cut = self._processes.agreed(
+            lambda: self._compaction.prepare(self._alive(), known, copies, example)
+        )
+        if cut is not None:
+            self._compaction.apply(cut.rebuild, known, cut.copies)
             self._after_compaction()
+            self._processes.renew(wrappers)
 
     def export(self, verify: bool = True) -> nn.Module:
         """Return a new, plain, small model that computes the same function as the gated one.
@@ -334,16 +343,17 @@ class Pruner(PruningRun):
             >>> small = pruner.export()
         """
         check_finite(self._named_alphas(), self._flat())
-        check_weights(self.model)
+        exporter = self._exporter()
+        check_weights(exporter.compaction.model)
         share = self.graph.cost.share(self._widths())
         deadline = 0 if self.landed else self.schedule.deadline(self.steps)
         check_done(self.limits, share, self.step_count, self.steps, deadline)
         warn_of_hooks(self.model)
         alive, example = self._alive(), self._here()
-        with slots_cleared(self._compaction.slots):
-            small = self._exporter.cut(self.model, alive, example)
+        with slots_cleared(exporter.compaction.slots):
+            small = exporter.cut(exporter.compaction.model, alive, example)
         if verify:
-            self.proof = self._exporter.proved(small, alive, example, self.cost()["macs"])
+            self.proof = exporter.proved(small, alive, example, self.cost()["macs"])
             if self._stopwatch is not None:
                 self._stopwatch.check(small)
         return small

@@ -22,12 +22,22 @@ from ..cost.stopwatch import Stopwatch
 from ..errors import PruneError
 from ..gates.gate import Gate
 from ..gates.install import install
+from ..gates.sharding import (
+    expect_early_sharding,
+    gathered_copy,
+    install_in_sharded,
+    shard_gates,
+)
 from ..surgery.proof import example_for
+from ..torch_internals.parallel import in_group, is_distributed
 from ..tracing.model_state import Example
+from ..validation.models import check_is_model, check_not_tensor_parallel
 from ..validation.optimizers import check_optimizers
-from ..validation.run import check_finite, check_prunable
+from ..validation.run import check_finite, check_prunable, check_same_gates
 from .compaction import Compaction
 from .export import Exporter
+from .processes import Processes
+from .rebuild import gates_in
 from .schedule import Schedule
 from .steering import Progress, Row, Steering
 from .stepper import Stepper
@@ -65,13 +75,19 @@ class PruningRun:
     ) -> None:
         self.model, self.example, self.schedule = model, example, schedule
         self.limits, self.lam, self.steps, self.multiple_of = limits, lam, steps, multiple_of
-        self.graph: Graph = trace(model, example)
+        self._processes, self._trace = Processes(model), trace
+        whole = self._whole()
+        self.graph: Graph = trace(whole, example)
         check_prunable(self.graph)
-        self._build_budget()
+        self._build_budget(whole)
         self.gates: dict[str, Gate] = {}
         self._compaction = Compaction(model, self.graph, self.gates, automatic=compacts)
-        self.gates.update(install(model, self.graph, example))
-        self._exporter = Exporter(self._compaction, trace)
+        self.gates.update(install(whole, self.graph, example))
+        if whole is model and in_group():
+            expect_early_sharding(model, self.gates)
+        if whole is not model:
+            self.gates.update(install_in_sharded(model, self.graph))
+            shard_gates(model, self.gates)
         self._build_steering()
         self._traced_dtype = self._weight().dtype
         self.proof: dict[str, float] = {}
@@ -80,13 +96,21 @@ class PruningRun:
         self._lr: float | None = None
         self._steering.look(0.0)
 
-    def _build_budget(self) -> None:
+    def _whole(self) -> nn.Module:
+        """Return the model, or a gathered copy if `fully_shard` spread it over processes."""
+        check_is_model(self.model)
+        if not self._processes.sharded:
+            return self.model
+        check_not_tensor_parallel(self.model)
+        return gathered_copy(self.model)
+
+    def _build_budget(self, model: nn.Module) -> None:
         """Set up the limits, and measure the latency if that is limited; refuse what is too low."""
         self.budget = Budget(self.graph, self.limits or {"macs": 0.0}, self.multiple_of)
         self._stopwatch: Stopwatch | None = None
         if "latency" in self.limits:
             limit = self.limits["latency"]
-            self._stopwatch = Stopwatch(self.model, self.graph, self.example, limit)
+            self._stopwatch = Stopwatch(model, self.graph, self.example, limit)
             self._stopwatch.install(self.budget)
         if self.limits:
             self.budget.check_reachable()
@@ -105,13 +129,34 @@ class PruningRun:
             stopwatch=self._stopwatch,
         )
 
+    # --- other processes --------------------------------------------------------------------------
+
+    def _follow_sharding(self) -> None:
+        """Spread the gates over the processes if `fully_shard` has spread the weights."""
+        alphas = self._stepper.alphas
+        if self._processes.sharded and not is_distributed(alphas[0]):
+            shard_gates(self.model, self.gates)
+            self._stepper.follow_gates()
+
+    def _facts(self) -> dict[str, object]:
+        """Return what must be equal in all processes that train the model."""
+        groups = [(name, one.size, one.minimum) for name, one in self.graph.prunable.items()]
+        return {
+            "the arguments of the Pruner": (self._settings(), asdict(self.schedule)),
+            "the groups of channels": groups,
+            "the steps that were taken": self.step_count,
+            "the gates": (self._flat().tolist(), self._compaction.present.tolist()),
+            "the history": self.history,
+        }
+
     # --- steps ------------------------------------------------------------------------------------
 
     def _check_gates_if_due(self) -> None:
         if self._steering.is_due:
-            check_finite(self._named_alphas(), self._flat())
+            check_finite(self._named_alphas(), self._stepper.flat())
 
     def _check_steps_left(self) -> None:
+        self._processes.join(self._stepper.alphas, self._facts)
         if self.step_count >= self.steps:
             raise PruneError(
                 f"steps: {self.steps} steps were announced and all are done. Set "
@@ -171,7 +216,7 @@ class PruningRun:
 
     def _flat(self) -> Tensor:
         """Return α of all original gates as one vector."""
-        return self._stepper.flat()
+        return self._stepper.last()
 
     def _alive(self) -> Tensor:
         """Return a mask of the units whose gate is not closed."""
@@ -195,6 +240,16 @@ class PruningRun:
         return next((p for p in weights if id(p) not in mine), self._flat())
 
     # --- smaller models ---------------------------------------------------------------------------
+
+    def _exporter(self) -> Exporter:
+        """Return what cuts the small model; weights that are spread are gathered for it."""
+        compaction = self._compaction
+        if self._processes.sharded:
+            whole = gathered_copy(self.model)
+            gates = gates_in(whole, self.model, self.gates)
+            check_same_gates(self._flat(), torch.cat([gate.alpha for gate in gates.values()]))
+            compaction = Compaction(whole, self.graph, gates, automatic=False)
+        return Exporter(compaction, self._trace)
 
     def _after_compaction(self) -> None:
         self._stepper.keep_only(self._compaction.present)
@@ -228,13 +283,13 @@ class PruningRun:
 
     def _restore(self, state: State) -> None:
         """Continue from a state that was checked."""
-        compaction = self._compaction
-        rebuild = compaction.rebuild(state["present"].cpu())
-        optimizers = self._optimizers()
-        copies = compaction.check(rebuild, optimizers)
-        if not rebuild.changes_nothing:
-            compaction.apply(rebuild, optimizers, copies)
+        compaction, present = self._compaction, state["present"].cpu()
+        if not torch.equal(present, compaction.present):
+            wrappers = self._processes.wrappers()
+            rebuild, optimizers = compaction.rebuild(present), self._optimizers()
+            compaction.apply(rebuild, optimizers, compaction.check(rebuild, optimizers))
             self._stepper.keep_only(compaction.present)
+            self._processes.renew(wrappers)
         compaction.share, compaction.gave_up = state["compacted"], state["given_up"]
         self._stepper.put(torch.cat([state["alpha"][name] for name in self.gates]))
         self._stepper.load(state["stepper"])

@@ -97,7 +97,7 @@ class Steering:
     @torch.no_grad()
     def look(self, gate_lr: float) -> None:
         """Look at the gates: land if it is time, select what closes next, and record a row."""
-        alpha = self.stepper.flat().double().cpu()
+        alpha = self.stepper.last().double().cpu()
         if self.lam is None and self.progress.step >= self.deadline:
             alpha = alpha if self.progress.landed else self._land(alpha)
         elif self.lam is not None and self.progress.step == self.steps:

@@ -101,6 +101,15 @@ def check_done(
         )
 
 
+def check_same_gates(known: Tensor, found: Tensor) -> None:
+    """Refuse an export of gates that are not those after the pruner's last step."""
+    if not bool((known == found).all()):
+        raise PruneError(
+            "export: the gates were changed from outside after the last step. Load the pruner's "
+            "own state too, with pruner.load_state_dict."
+        )
+
+
 def check_weights(model: nn.Module) -> None:
     """Refuse weights without values, or with NaN or infinite values."""
     lost = [name for name, p in model.named_parameters() if p.is_meta]
