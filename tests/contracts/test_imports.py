@@ -114,6 +114,9 @@ ORDER: dict[str, list[str]] = {
     "report": ["facts", "plots", "svg", "page", "text", "report"],
     "training": [
         "proximal",
+        "state_bytes",
+        "carried_state",
+        "step_check",
         "rebuild",
         "compaction",
         "export",

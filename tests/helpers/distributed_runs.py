@@ -215,10 +215,9 @@ def ddp_state_entry() -> Result:
     wrapped = DistributedDataParallel(model)
     optimizer = optimizer_of(pruner)
     train(wrapped, optimizer, 0, HALF)
-    states = wrapped.state_dict(), optimizer.state_dict(), pruner.state_dict()
+    states = wrapped.state_dict(), optimizer.state_dict()
     model = make()
     pruner = prune(model)
-    pruner.load_state_dict(states[2])
     wrapped = DistributedDataParallel(model)
     optimizer = optimizer_of(pruner)
     wrapped.load_state_dict(states[0])
@@ -296,11 +295,9 @@ def resumed(folder: Path, *, full: bool) -> Result:
         torch.save(state, path)
     elif not full:
         dcp.save(state, checkpoint_id=path)
-    before = pruner.state_dict()
     dist.barrier()
 
     model, pruner, optimizer = build("pruner first")
-    pruner.load_state_dict(before)
     if full:
         state = torch.load(path, weights_only=True)
     else:
@@ -382,18 +379,16 @@ def dying(folder: Path, *, again: bool) -> Result:
     model = make()
     pruner = prune(model, compact="auto")
     states = torch.load(path, weights_only=True) if path.exists() else []
-    if states:
-        pruner.load_state_dict(states[0])
-        model.load_state_dict(states[1])
     wrapped = DistributedDataParallel(model)
     optimizer = optimizer_of(pruner)
     if states:
-        optimizer.load_state_dict(states[2])
+        model.load_state_dict(states[0])  # which brings the model to its widths
+        optimizer.load_state_dict(states[1])
     start = pruner.step_count
     for step in range(start, STEPS):
         train(wrapped, optimizer, step, step + 1)
         if dist.get_rank() == 0 and step % 3 == 0:
-            parts = [part.state_dict() for part in (pruner, model, optimizer)]
+            parts = [part.state_dict() for part in (model, optimizer)]
             torch.save(parts, f"{path}.new")
             os.replace(f"{path}.new", path)
         if not again and step == HALF + 5 and dist.get_rank() == 1:

@@ -180,11 +180,24 @@ def whole_vector(tensors: Sequence[Tensor]) -> Tensor:
 
 def write_pieces(tensors: Sequence[Tensor], pieces: Sequence[Tensor]) -> None:
     """Overwrite vectors; of those that are spread over processes, the part held here."""
-    if is_distributed(tensors[0]):
-        spread = cast("list[DTensor]", tensors)
-        pieces = [piece[_held(one)] for one, piece in zip(spread, pieces, strict=True)]
-        tensors = [one.to_local() for one in spread]
-    torch._foreach_copy_(list(tensors), list(pieces))
+    torch._foreach_copy_(*_held_here(tensors, pieces))
+
+
+def have_pieces(tensors: Sequence[Tensor], pieces: Sequence[Tensor]) -> bool:
+    """Return whether vectors, or the part of them held here, have these values."""
+    both = zip(*_held_here(tensors, pieces), strict=True)
+    return all(torch.equal(one.to(other.dtype), other) for one, other in both)
+
+
+def _held_here(
+    tensors: Sequence[Tensor], pieces: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the local parts of vectors, and those parts of the pieces."""
+    if not is_distributed(tensors[0]):
+        return list(tensors), list(pieces)
+    spread = cast("list[DTensor]", tensors)
+    parts = [piece[_held(one)] for one, piece in zip(spread, pieces, strict=True)]
+    return [one.to_local() for one in spread], parts
 
 
 def _held(tensor: DTensor) -> slice:

@@ -29,20 +29,22 @@ from ..gates.sharding import (
     shard_gates,
 )
 from ..surgery.proof import example_for
-from ..torch_internals.parallel import in_group, is_distributed
+from ..torch_internals.parallel import in_group, is_distributed, only_makes_state
 from ..tracing.model_state import Example
 from ..validation.models import check_is_model, check_not_tensor_parallel
 from ..validation.optimizers import check_optimizers
+from ..validation.pruner_state import check_state
 from ..validation.run import check_finite, check_prunable, check_same_gates
+from .carried_state import carry_state
 from .compaction import Compaction
 from .export import Exporter
 from .processes import Processes
 from .rebuild import gates_in
 from .schedule import Schedule
+from .state_bytes import State, size_of_header
 from .steering import Progress, Row, Steering
+from .step_check import StepCheck, note_step
 from .stepper import Stepper
-
-State = dict[str, Any]  # of a pruner: tensors and plain data
 
 
 class PruningRun:
@@ -94,7 +96,9 @@ class PruningRun:
         self._optimizer: Optimizer | None = None
         self._others: tuple[Optimizer, ...] = ()
         self._lr: float | None = None
+        self._step_check = StepCheck()
         self._steering.look(0.0)
+        carry_state(model, self)
 
     def _whole(self) -> nn.Module:
         """Return the model, or a gathered copy if `fully_shard` spread it over processes."""
@@ -168,12 +172,29 @@ class PruningRun:
         """Return the gates' learning rate: a tensor if the optimizer's step is captured."""
         if self._optimizer is None:
             return self._lr or 0.0
+        rate: float | Tensor = self._gate_group(self._optimizer)["lr"]
+        return rate
+
+    def _gate_group(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the parameter group that holds the (first) gates."""
         first = id(self._stepper.alphas[0])
-        for group in self._optimizer.param_groups:
+        for group in optimizer.param_groups:
             if any(id(p) == first for p in group["params"]):
-                rate: float | Tensor = group["lr"]
-                return rate
+                return group
         raise AssertionError("attach made sure that the optimizer holds the gates")
+
+    def _before_step(self, optimizer: Optimizer | None = None) -> None:
+        """Refuse a step too many, or one with parts of different checkpoints."""
+        if optimizer is not None and only_makes_state(optimizer):
+            return
+        group = None if self._optimizer is None else self._gate_group(self._optimizer)
+        self._step_check(self.step_count, group)
+        self._check_steps_left()
+
+    def _note_step(self) -> None:
+        """Write the number of steps done where the state of the optimizer has it, too."""
+        if self._optimizer is not None:
+            note_step(self._gate_group(self._optimizer), self.step_count)
 
     # --- progress ---------------------------------------------------------------------------------
 
@@ -251,9 +272,23 @@ class PruningRun:
             compaction = Compaction(whole, self.graph, gates, automatic=False)
         return Exporter(compaction, self._trace)
 
-    def _after_compaction(self) -> None:
+    def _cut_model(
+        self,
+        optimizers: list[Optimizer],
+        copies: Iterable[nn.Module] | None,
+        example: Example | None,
+    ) -> None:
+        """Remove closed channels from the model, if all processes agree."""
+        wrappers = self._processes.wrappers()
+        cut = self._processes.agreed(
+            lambda: self._compaction.prepare(self._alive(), optimizers, copies, example)
+        )
+        if cut is None:
+            return
+        self._compaction.apply(cut.rebuild, optimizers, cut.copies)
         self._stepper.keep_only(self._compaction.present)
         self._compaction.share = self.graph.cost.share(self._widths())["macs"]
+        self._processes.renew(wrappers)
 
     def _optimizers(self, more: object = ()) -> list[Optimizer]:
         given = list(more) if isinstance(more, Iterable) else [more]
@@ -263,7 +298,8 @@ class PruningRun:
 
     # --- resuming ---------------------------------------------------------------------------------
 
-    def _state(self) -> State:
+    def current_state(self) -> State:
+        """Return the state; its history is that of the pruner, not a copy."""
         sizes = [group.size for group in self.graph.prunable.values()]
         compaction = self._compaction
         return {
@@ -277,9 +313,32 @@ class PruningRun:
             "compacted": compaction.share,
             "given_up": compaction.gave_up,
             "stepper": self._stepper.state(),
-            "history": copy.deepcopy(self.history),
+            "history": self.history,
             **({"latency": self._stopwatch.state()} if self._stopwatch else {}),
         }
+
+    def entry_size(self) -> int:
+        """Return the least size of the stored state.
+
+        `torch.distributed.checkpoint` loads into tensors of the size that was written, so the size
+        must not depend on the step.
+        """
+        if not self._processes.sharded:
+            return 0
+        return size_of_header(self.current_state(), self._steering.most_rows)
+
+    def resume(self, state: object) -> None:
+        """Check a state that came with the model's, and continue from it."""
+        self._restore(check_state(state, self.current_state(), self.graph, self._steering.deadline))
+        self._step_check.model_loaded()
+
+    def check_loaded_gates(self) -> None:
+        """Compare the gates with the state after a state dict was loaded into the model."""
+        self._step_check.gates_loaded(own=self._stepper.has_own_gates())
+
+    def add_copy(self, model: nn.Module) -> None:
+        """Get to know a copy of the gated model."""
+        self._compaction.add_copy(model)
 
     def _restore(self, state: State) -> None:
         """Continue from a state that was checked."""

@@ -80,6 +80,11 @@ class Steering:
         return self.schedule.deadline(self.steps) if self.lam is None else 0
 
     @property
+    def most_rows(self) -> int:
+        """How many rows the history has at most: also at the start, the deadline and the end."""
+        return self.steps // self._every + 3
+
+    @property
     def is_due(self) -> bool:
         """True if the host looks at the gates after the step that is under way."""
         step = self.progress.step + 1

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..gates.gate import Gate
-from ..gates.sharding import whole_vector, write_pieces
+from ..gates.sharding import have_pieces, whole_vector, write_pieces
 from ..torch_internals.parallel import is_distributed
 from .proximal import prox_l0, prox_l1
 from .schedule import Schedule
@@ -108,9 +108,19 @@ class Stepper:
         alpha = alpha.to(first.device, first.dtype)
         self.live.copy_(alpha != 0)
         self.before.copy_(alpha)
-        left = alpha if self.kept is None else alpha[self.kept]
-        pieces = left.split([part.numel() for part in self.alphas])
-        write_pieces(self.alphas, pieces)
+        write_pieces(self.alphas, self._pieces(alpha))
+
+    @torch.no_grad()
+    def has_own_gates(self) -> bool:
+        """Return whether α is as it was last written: nothing else has changed it."""
+        self.follow_device()
+        return have_pieces(self.alphas, self._pieces(self.before))
+
+    def _pieces(self, values: Tensor) -> tuple[Tensor, ...]:
+        """Split one vector of the original length into those of the gates that are left."""
+        left = values if self.kept is None else values[self.kept]
+        pieces: tuple[Tensor, ...] = left.split([part.numel() for part in self.alphas])
+        return pieces
 
     @torch.no_grad()
     def set_step(self, step: int) -> None:
