@@ -23,9 +23,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
@@ -96,6 +100,12 @@ def train(
         optimizer.step()
 
 
+def share_buffers(model: nn.Module) -> None:
+    """Give all processes the first one's statistics of norms: a checkpoint stores anyone's."""
+    for buffer in model.buffers():
+        dist.broadcast(buffer, 0)
+
+
 def results(pruner: pp.Pruner) -> Result:
     """Return what the tests compare."""
     small = pruner.export()
@@ -123,10 +133,12 @@ def raised(run: Callable[[], object]) -> str:
 # --- DistributedDataParallel ----------------------------------------------------------------------
 
 
-def ddp(compact: str | None = None, **options: Any) -> Result:
+def ddp(compact: str | None = None, hook: Any = None, **options: Any) -> Result:
     model = make()
     pruner = prune(model, compact=compact)
     wrapped = DistributedDataParallel(model, **options)
+    if hook is not None:
+        wrapped.register_comm_hook(None, hook)
     train(wrapped, optimizer_of(pruner))
     return results(pruner)
 
@@ -226,6 +238,26 @@ def ddp_state_entry() -> Result:
     return results(pruner)
 
 
+def ddp_checkpoint(folder: Path) -> Result:
+    """Resume from a checkpoint of `torch.distributed.checkpoint`, of the model in the wrapper."""
+    model = make()
+    pruner = prune(model)
+    optimizer = optimizer_of(pruner)
+    train(DistributedDataParallel(model), optimizer, 0, HALF)
+    share_buffers(model)
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder / "ddp")
+    model = make()
+    pruner = prune(model)
+    wrapped = DistributedDataParallel(model)
+    optimizer = optimizer_of(pruner)
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder / "ddp")
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    train(wrapped, optimizer, HALF)
+    return results(pruner)
+
+
 class _OnlyTheClass(FullyShardedDataParallel):
     """FSDP1 cannot be built without an accelerator."""
 
@@ -284,8 +316,7 @@ def resumed(folder: Path, *, full: bool) -> Result:
     """Write a checkpoint after half of the steps, and resume it in the other order."""
     model, pruner, optimizer = build("shard first")
     train(model, optimizer, 0, HALF)
-    for buffer in model.buffers():  # statistics of the data of one process
-        dist.broadcast(buffer, 0)
+    share_buffers(model)
     options = StateDictOptions(full_state_dict=full)
     weights, moments = get_state_dict(model, optimizer, options=options)
     counted = pruner.step_count
@@ -313,6 +344,39 @@ def resumed(folder: Path, *, full: bool) -> Result:
     )
     train(model, optimizer, HALF)
     return {**results(pruner), "counted": counted}
+
+
+def read_by_one_process() -> Result:
+    """Resume from a full checkpoint that only the first process has."""
+    model, pruner, optimizer = build("pruner first")
+    train(model, optimizer, 0, HALF)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, moments = get_state_dict(model, optimizer, options=options)
+    if dist.get_rank():
+        weights, moments = {}, {}
+
+    model, pruner, optimizer = build("shard first")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights, options=options)
+    set_optimizer_state_dict(model, optimizer, moments, options=options)
+    train(model, optimizer, HALF)
+    return results(pruner)
+
+
+def exported_in_one_process() -> Result:
+    """Export a full checkpoint of a sharded run in a process that knows nothing of the others."""
+    model, pruner, optimizer = build("shard first")
+    train(model, optimizer)
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    if dist.get_rank() == 0:
+        model = make()
+        pruner = prune(model)
+        model.load_state_dict(weights)
+        found = results(pruner)
+        dist.barrier()
+        return found
+    dist.barrier()
+    return {}
 
 
 def sharded_refusals() -> Result:
@@ -403,7 +467,7 @@ def runs(folder: Path) -> dict[str, Callable[[], Result]]:
     return {
         "ddp": ddp,
         "ddp compacted": partial(ddp, "auto", forward_sync_buffers=False),
-        "ddp compacted, unused": partial(ddp, "auto", find_unused_parameters=True),
+        "ddp compacted, unused": partial(ddp, "auto", allreduce_hook, find_unused_parameters=True),
         "ddp compacted by hand": ddp_compacted_by_hand,
         "ddp without norms": ddp_without_norms,
         "one process": one_process,
@@ -411,6 +475,7 @@ def runs(folder: Path) -> dict[str, Callable[[], Result]]:
         "refused in one process": ddp_refused_in_one_process,
         "other budgets": ddp_with_other_budgets,
         "state entry": ddp_state_entry,
+        "ddp checkpoint": partial(ddp_checkpoint, folder),
         "wrapped models": wrapped_models,
         "shard first": partial(sharded, "shard first"),
         "pruner first": partial(sharded, "pruner first"),
@@ -418,6 +483,8 @@ def runs(folder: Path) -> dict[str, Callable[[], Result]]:
         "hybrid": partial(sharded, "shard first", hybrid),
         "sharded checkpoint": partial(resumed, folder, full=False),
         "full checkpoint": partial(resumed, folder, full=True),
+        "read by one process": read_by_one_process,
+        "exported in one process": exported_in_one_process,
         "sharded refusals": sharded_refusals,
         "tensor parallel": tensor_parallel,
     }

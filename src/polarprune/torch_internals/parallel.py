@@ -78,7 +78,8 @@ def why_not_rewrapped(wrapper: DistributedDataParallel) -> str | None:
     if getattr(wrapper, "_use_python_reducer", False) or wrapper._delay_all_reduce_params:
         return "it does not reduce gradients in the usual way"
     for hook, _ in wrapper._comm_hooks:
-        if getattr(hook, "__module__", "") != _SIMPLE_HOOKS:
+        simple = getattr(hook, "__module__", "") == _SIMPLE_HOOKS
+        if not simple or "<locals>" in getattr(hook, "__qualname__", ""):  # around another hook
             return "its communication hook may keep buffers of the old shapes"
     return None
 

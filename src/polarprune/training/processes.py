@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import PruneError
@@ -104,6 +104,21 @@ class Processes:
         if error is not None:
             raise error
         return result[0]
+
+    def shared(self, entry: object) -> object:
+        """Return what all processes load into a sharded model, be it given in one of them only.
+
+        `broadcast_from_rank0` of `torch.distributed.checkpoint` passes on parameters and buffers.
+        """
+        if not (self.sharded and several_processes()):
+            return entry
+        every: list[object] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(every, entry is not None)
+        if all(every) or not any(every):
+            return entry
+        held = [entry.cpu() if isinstance(entry, Tensor) else entry]
+        torch.distributed.broadcast_object_list(held, src=every.index(True))
+        return held[0]
 
     def wrappers(self) -> list[DistributedDataParallel]:
         """Return the DDP modules that a compaction has to renew.

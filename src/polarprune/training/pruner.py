@@ -41,7 +41,7 @@ class Pruner(PruningRun):
     """Prune a model to a preset budget while you train it.
 
     Args:
-        model: the model to prune. It gets gates, in place.
+        model: the model to prune. It gets gates, in place. It may be sharded by `fully_shard`.
         example_inputs: what `model(...)` takes: a tensor, or a tuple or dict of arguments.
         macs: budget for the MACs, as a fraction of the original (0.5 is half). It is met at the end
             and never exceeded.
@@ -302,9 +302,9 @@ class Pruner(PruningRun):
     ) -> None:
         """Remove closed channels from the model in place; training continues as before, faster.
 
-        Parameters stay the same objects, and the state of the optimizers is cut with them. What was
-        built for the old shapes has to be built again: DistributedDataParallel, a captured CUDA
-        graph. Compiled models are compiled again automatically.
+        Parameters stay the same objects, and the state of the optimizers is cut with them. Under
+        DistributedDataParallel all processes must call this; the wrapper is renewed. A captured
+        CUDA graph has to be captured again; compiled models are compiled again automatically.
 
         Args:
             optimizer: optimizers besides those attached; `()` if there are none.
@@ -325,7 +325,8 @@ class Pruner(PruningRun):
     def export(self, verify: bool = True) -> nn.Module:
         """Return a new, plain, small model that computes the same function as the gated one.
 
-        The gated model stays as it is.
+        The gated model stays as it is. If `fully_shard` spread it over processes, all of them must
+        call this.
 
         Args:
             verify: compare the small model with the gated one, in train and in eval mode, on the

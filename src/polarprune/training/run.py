@@ -318,14 +318,18 @@ class PruningRun:
         }
 
     def entry_size(self) -> int:
-        """Return the least size of the stored state.
+        """Return the least size of the header of the stored state.
 
         `torch.distributed.checkpoint` loads into tensors of the size that was written, so the size
         must not depend on the step.
         """
-        if not self._processes.sharded:
+        if not in_group():
             return 0
         return size_of_header(self.current_state(), self._steering.most_rows)
+
+    def shared_entry(self, entry: object) -> object:
+        """Return the stored state, of another process if only that has read it."""
+        return self._processes.shared(entry)
 
     def resume(self, state: object) -> None:
         """Check a state that came with the model's, and continue from it."""

@@ -90,6 +90,8 @@ ALL = [
     "hybrid",
     "sharded checkpoint",
     "full checkpoint",
+    "read by one process",
+    "ddp checkpoint",
     "dying",
 ]
 
@@ -158,6 +160,10 @@ def test_weights_are_sharded_and_the_export_is_plain(runs: Runs) -> None:
     assert "DTensor" in first["placements"] and first["placements"] != second["placements"]
     assert all(type(weight) is torch.Tensor for weight in first["weights"])
     assert torch.equal(first["outputs"], second["outputs"])  # statistics of norms, too
+
+
+def test_a_full_checkpoint_of_a_sharded_run_is_exported_in_one_process(runs: Runs) -> None:
+    assert_alike(runs("shard first")[0], runs("exported in one process")[0])
 
 
 @pytest.mark.parametrize("name", ["sharded checkpoint", "full checkpoint"])
