@@ -118,6 +118,7 @@ ORDER: dict[str, list[str]] = {
         "carried_state",
         "step_check",
         "rebuild",
+        "copies",
         "compaction",
         "export",
         "processes",

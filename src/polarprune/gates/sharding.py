@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..channels.graph import Graph
 from ..errors import PruneError
 from ..rewriting.forward_weights import expose
-from ..torch_internals.markers import gate_part
+from ..torch_internals.markers import attached_state, gate_part
 from ..torch_internals.parallel import (
     follow_parametrizations,
     has_root,
@@ -27,6 +27,7 @@ from ..torch_internals.parallel import (
 )
 from ..tracing.copying import copy_model
 from ..tracing.model_state import named_tensors
+from ..validation.models import check_is_model, check_not_tensor_parallel
 from .folding import drop_hooks_of
 from .fused import unfuse_gates
 from .gate import Gate
@@ -50,6 +51,8 @@ def gathered_copy(model: nn.Module) -> nn.Module:
         if is_distributed(tensor):
             values = cast("DTensor", tensor.detach()).full_tensor().clone()
             memo[id(tensor)] = nn.Parameter(values, tensor.requires_grad)
+    states = [attached_state(module) for module in model.modules()]
+    memo |= {id(one): one.inert() for one in states if one is not None}
     with without_fully_shard(model):
         whole = copy_model(model, memo)
     drop_hooks_of(whole, (_Gather, _Spread))
@@ -63,6 +66,15 @@ def gathered_copy(model: nn.Module) -> nn.Module:
 def _weight(model: nn.Module) -> DTensor:
     """Return a weight that is spread over processes."""
     return next(parameter for parameter in model.parameters() if is_distributed(parameter))
+
+
+def whole_model(model: nn.Module) -> nn.Module:
+    """Return the model, or a gathered copy if `fully_shard` spread it over processes."""
+    check_is_model(model)
+    if not sharded_modules(model):
+        return model
+    check_not_tensor_parallel(model)
+    return gathered_copy(model)
 
 
 def install_in_sharded(model: nn.Module, graph: Graph) -> dict[str, Gate]:

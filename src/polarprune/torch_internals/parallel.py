@@ -165,7 +165,9 @@ def follow_parametrizations(model: nn.Module) -> None:
     It exchanges a parameter by module and name; `register_parametrization` moves it.
     """
     for module in sharded_modules(model):
-        for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups:
+        state = cast(Any, module)._get_fsdp_state()
+        one = getattr(state, "_fsdp_param_group", None)  # the only one in older versions of torch
+        for group in getattr(state, "_fsdp_param_groups", [one] if one else []):
             for param in group.fsdp_params:
                 info = param._module_info
                 info.module, info.param_name = _moved(info.module, info.param_name)

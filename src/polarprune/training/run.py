@@ -27,14 +27,19 @@ from ..gates.sharding import (
     gathered_copy,
     install_in_sharded,
     shard_gates,
+    whole_model,
 )
 from ..surgery.proof import example_for
 from ..torch_internals.parallel import in_group, is_distributed, only_makes_state
 from ..tracing.model_state import Example
-from ..validation.models import check_is_model, check_not_tensor_parallel
-from ..validation.optimizers import check_optimizers
+from ..validation.optimizers import raw_optimizers
 from ..validation.pruner_state import check_state
-from ..validation.run import check_finite, check_prunable, check_same_gates
+from ..validation.run import (
+    check_finite,
+    check_prunable,
+    check_same_gates,
+    warn_of_more_steps,
+)
 from .carried_state import carry_state
 from .compaction import Compaction
 from .export import Exporter
@@ -78,7 +83,7 @@ class PruningRun:
         self.model, self.example, self.schedule = model, example, schedule
         self.limits, self.lam, self.steps, self.multiple_of = limits, lam, steps, multiple_of
         self._processes, self._trace = Processes(model), trace
-        whole = self._whole()
+        whole = whole_model(model)
         self.graph: Graph = trace(whole, example)
         check_prunable(self.graph)
         self._build_budget(whole)
@@ -96,17 +101,9 @@ class PruningRun:
         self._optimizer: Optimizer | None = None
         self._others: tuple[Optimizer, ...] = ()
         self._lr: float | None = None
-        self._step_check = StepCheck()
+        self._step_check, self._warned = StepCheck(), False
         self._steering.look(0.0)
         carry_state(model, self)
-
-    def _whole(self) -> nn.Module:
-        """Return the model, or a gathered copy if `fully_shard` spread it over processes."""
-        check_is_model(self.model)
-        if not self._processes.sharded:
-            return self.model
-        check_not_tensor_parallel(self.model)
-        return gathered_copy(self.model)
 
     def _build_budget(self, model: nn.Module) -> None:
         """Set up the limits, and measure the latency if that is limited; refuse what is too low."""
@@ -159,14 +156,37 @@ class PruningRun:
         if self._steering.is_due:
             check_finite(self._named_alphas(), self._stepper.flat())
 
-    def _check_steps_left(self) -> None:
+    def _hold_if_done(self) -> bool:
+        """After the announced steps, leave the gates as they are, and warn once."""
         self._processes.join(self._stepper.alphas, self._facts)
+        if self.step_count < self.steps:
+            return False
+        self._stepper.hold()
+        self._compaction.copies.follow()
+        if not self._warned:
+            self._warned = True
+            warn_of_more_steps(self.steps)
+        return True
+
+    def _finish_step(self, compact: Callable[[], None]) -> None:
+        """Count the step, look at the gates if it is time, and compact if that pays."""
+        due = self._steering.count_step(float(self._gate_lr()))
+        self._note_step()
+        if due:
+            self._compact_if_it_pays(compact)
         if self.step_count >= self.steps:
-            raise PruneError(
-                f"steps: {self.steps} steps were announced and all are done. Set "
-                f"steps = epochs * len(loader) (optimizer steps, not batches, if gradients are "
-                f"accumulated); to continue training, export first and train the small model."
-            )
+            self._stepper.keep()
+        self._compaction.copies.follow()
+
+    def _compact_if_it_pays(self, compact: Callable[[], None]) -> None:
+        compaction, step, now = self._compaction, self.step_count, self.history[-1]
+        if not compaction.automatic or compaction.gave_up:
+            return
+        if compaction.pays(now["macs"], self.steps - step, self.steps, self.landed):
+            try:
+                compact()
+            except PruneError as error:
+                compaction.give_up(error)
 
     def _gate_lr(self) -> float | Tensor:
         """Return the gates' learning rate: a tensor if the optimizer's step is captured."""
@@ -184,12 +204,12 @@ class PruningRun:
         raise AssertionError("attach made sure that the optimizer holds the gates")
 
     def _before_step(self, optimizer: Optimizer | None = None) -> None:
-        """Refuse a step too many, or one with parts of different checkpoints."""
+        """Refuse a step with parts of different checkpoints, or with unlike processes."""
         if optimizer is not None and only_makes_state(optimizer):
             return
         group = None if self._optimizer is None else self._gate_group(self._optimizer)
         self._step_check(self.step_count, group)
-        self._check_steps_left()
+        self._hold_if_done()
 
     def _note_step(self) -> None:
         """Write the number of steps done where the state of the optimizer has it, too."""
@@ -225,12 +245,12 @@ class PruningRun:
 
     @property
     def copies(self) -> list[nn.Module]:
-        """Other copies of the gated model that `compact` cuts."""
-        return self._compaction.copies
+        """Copies of the gated model that `compact` cuts besides those that it finds."""
+        return self._compaction.copies.named
 
     @copies.setter
     def copies(self, given: list[nn.Module]) -> None:
-        self._compaction.copies = given
+        self._compaction.copies.named = given
 
     def _named_alphas(self) -> dict[str, nn.Parameter]:
         return {name: gate.alpha for name, gate in self.gates.items()}
@@ -250,32 +270,39 @@ class PruningRun:
         goal = self.limits if self.lam is None else {"lam": self.lam}
         return {**goal, "steps": self.steps, "multiple_of": self.multiple_of}
 
-    def _here(self) -> Example:
-        """Return the example on the device of the model, in its precision."""
-        return example_for(self.example, self._weight(), self._traced_dtype)
+    def _here(self, model: nn.Module | None = None) -> Example:
+        """Return the example on the device of the model (or of a copy), in its precision."""
+        return example_for(self.example, self._weight(model), self._traced_dtype)
 
-    def _weight(self) -> Tensor:
+    def _weight(self, model: nn.Module | None = None) -> Tensor:
         """Return one of the model's weights, which tells its device and precision."""
         mine = {id(alpha) for alpha in self._stepper.alphas}
-        weights = [p for p in self.model.parameters() if p.is_floating_point()]
+        weights = [p for p in (model or self.model).parameters() if p.is_floating_point()]
         return next((p for p in weights if id(p) not in mine), self._flat())
 
     # --- smaller models ---------------------------------------------------------------------------
 
-    def _exporter(self) -> Exporter:
-        """Return what cuts the small model; weights that are spread are gathered for it."""
+    def _to_export(self, model: nn.Module | None) -> tuple[nn.Module, Exporter]:
+        """Return the gated model to export and what cuts it; spread weights are gathered."""
         compaction = self._compaction
-        if self._processes.sharded:
-            whole = gathered_copy(self.model)
-            gates = gates_in(whole, self.model, self.gates)
-            check_same_gates(self._flat(), torch.cat([gate.alpha for gate in gates.values()]))
-            compaction = Compaction(whole, self.graph, gates, automatic=False)
-        return Exporter(compaction, self._trace)
+        if not self._processes.sharded:
+            gated = self.model if model is None else compaction.copies.with_own_gates(model)
+            return gated, Exporter(compaction, self._trace)
+        if model is not None:
+            raise PruneError(
+                "export: the model is sharded by fully_shard, so no other weights can be given. "
+                "Write them to a full state dict and load that into a plain model with a Pruner."
+            )
+        whole = gathered_copy(self.model)
+        gates = gates_in(whole, self.model, self.gates)
+        check_same_gates(self._flat(), torch.cat([gate.alpha for gate in gates.values()]))
+        compaction = Compaction(whole, self.graph, gates, automatic=False)
+        return whole, Exporter(compaction, self._trace)
 
     def _cut_model(
         self,
         optimizers: list[Optimizer],
-        copies: Iterable[nn.Module] | None,
+        copies: list[nn.Module],
         example: Example | None,
     ) -> None:
         """Remove closed channels from the model, if all processes agree."""
@@ -293,8 +320,7 @@ class PruningRun:
     def _optimizers(self, more: object = ()) -> list[Optimizer]:
         given = list(more) if isinstance(more, Iterable) else [more]
         found = [one for one in (self._optimizer, *self._others, *given) if one is not None]
-        check_optimizers(found, "compact")
-        return list(dict.fromkeys(one for one in found if isinstance(one, Optimizer)))
+        return list(dict.fromkeys(raw_optimizers(found, "compact")))
 
     # --- resuming ---------------------------------------------------------------------------------
 
@@ -340,9 +366,9 @@ class PruningRun:
         """Compare the gates with the state after a state dict was loaded into the model."""
         self._step_check.gates_loaded(own=self._stepper.has_own_gates())
 
-    def add_copy(self, model: nn.Module) -> None:
-        """Get to know a copy of the gated model."""
-        self._compaction.add_copy(model)
+    def add_copy(self, source: nn.Module, copy: nn.Module) -> None:
+        """Get to know a deep copy of the gated model, or of a copy of it."""
+        self._compaction.copies.add(source, copy)
 
     def _restore(self, state: State) -> None:
         """Continue from a state that was checked."""
@@ -350,7 +376,9 @@ class PruningRun:
         if not torch.equal(present, compaction.present):
             wrappers = self._processes.wrappers()
             rebuild, optimizers = compaction.rebuild(present), self._optimizers()
-            compaction.apply(rebuild, optimizers, compaction.check(rebuild, optimizers))
+            copies = compaction.copies.to_cut(snapshots=True)
+            compaction.check(rebuild, optimizers, copies)
+            compaction.apply(rebuild, optimizers, copies)
             self._stepper.keep_only(compaction.present)
             self._processes.renew(wrappers)
         compaction.share, compaction.gave_up = state["compacted"], state["given_up"]
@@ -360,5 +388,7 @@ class PruningRun:
         self._steering.progress = Progress(
             state["step"], state["landed"], dict(state["landing"]), copy.deepcopy(state["history"])
         )
+        if self.step_count >= self.steps:
+            self._stepper.keep()
         if self._stopwatch is not None:
             self._stopwatch.load(state["latency"])
