@@ -201,14 +201,30 @@ def test_one_run_of_the_table_that_collapses_is_not_stable(full: Path, change: A
     assert ("test accuracy 14.1 %" in said) == (change is collapsed)
 
 
-def test_runs_of_the_earlier_steering_are_said_to_be(full: Path) -> None:
-    assert "closed along the planned path" in captions.stability()
-    path = full / figures.MAIN / "card.json"
+def made_earlier(name: str) -> None:
+    """Rewrite a stored card as one of the version that cut at the deadline."""
+    path = figures.RESULTS / name / "card.json"
     card = json.loads(path.read_text())
     del card["recipe"]["schedule"]["window"]
     path.write_text(json.dumps(card))
-    assert f"1 of {len(figures.headline())} runs are of an earlier version" in captions.stability()
+
+
+def test_runs_of_the_earlier_steering_are_said_to_be(full: Path) -> None:
+    assert "closed along the planned path" in captions.stability()
+    everything = figures.headline()
+    made_earlier(figures.MAIN)
+    assert figures.headline() == [name for name in everything if name != figures.MAIN]
     assert "This run is of an earlier version" in captions.histograms()
+    for name in figures.headline():
+        made_earlier(name)
+    assert figures.headline() == everything
+    count = len(everything)
+    assert f"{count} of {count} runs are of an earlier version" in captions.stability()
+
+
+def test_runs_that_were_repeated_are_not_in_the_figures(full: Path) -> None:
+    (full / figures.MAIN).rename(full / f"{figures.SUPERSEDED}-{figures.MAIN}")
+    assert not {figures.MAIN, f"{figures.SUPERSEDED}-{figures.MAIN}"} & set(figures.tables())
 
 
 def rescored(name: str, accuracy: float) -> None:

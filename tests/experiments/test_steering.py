@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -141,15 +142,64 @@ def test_the_cut_at_the_deadline_is_read_from_the_logs(
 ) -> None:
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     assert steering_page.earlier() == [
-        f"A run of the paper's table is not stored: {steering_page.HEADLINES[0]}."
+        f"A run of the earlier version is not stored: {steering_page.EARLIER[0]}."
     ]
-    for number, name in enumerate(steering_page.HEADLINES):
+    for number, name in enumerate(steering_page.EARLIER):
         headline(tmp_path, name, 10.0 + number)
     said, table, _ = steering_page.earlier()
     assert "10.0 to 15.0 points of the MACs in a single epoch" in said
     assert "| 5 | 96.00 % | 86.00 % | 10.00 | 1.00 | 0.25 | 0.20 |" in table
-    figure = steering_page.headline()
-    assert len(figure.axes) == 4 * len(steering_page.HEADLINES)
+    figure = steering_page.headline(steering_page.EARLIER)
+    assert len(figure.axes) == 4 * len(steering_page.EARLIER)
+
+
+def test_the_steering_of_a_long_run_is_read_from_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    assert "is not stored" in steering_page.present()[0]
+    names = steering_page.HEADLINES
+    for name in names:
+        planned(tmp_path, name)
+    off = json.loads((tmp_path / names[0] / "log.jsonl").read_text().splitlines()[2])
+    assert steering_page.long_run(names[0]) == pytest.approx(
+        (10, 0.0, 0.5 * 100 * share(4, 5), 0.5 * 100 * max(share(k, k + 1) for k in range(4)), 1, 1)
+    )
+    write_rows(tmp_path / names[0], {3: {**off, "macs": off["macs"] - 0.021}})
+    write_rows(tmp_path / names[1], {3: {**off, "recalibrated_loss": 1.25}})
+    assert steering_page.long_run(names[0]).apart == pytest.approx(-2.1)
+    assert steering_page.long_run(names[1]).ratio == pytest.approx(1.25)
+    said = steering_page.present()[0]
+    assert f"in {len(names) - 2} of {len(names)} runs" in said
+
+
+def share(start: int, end: int) -> float:
+    """The part of the way that the path covers between two of ten epochs."""
+    steps = 10 * (steering_page.IMAGES // 500)
+    at = [Schedule().path(epoch * steps // 10, steps) for epoch in (start, end)]
+    return at[0] - at[1]
+
+
+def planned(folder: Path, name: str) -> None:
+    """Write a run of ten epochs to half of the MACs, exactly on its path."""
+    recipe = {"schedule": dataclasses.asdict(Schedule()), "epochs": 10, "batch": 500}
+    (folder / name).mkdir()
+    content = {**recipe, "budget": {"macs": 0.5}}
+    (folder / name / "run.json").write_text(json.dumps(content))
+    rows = {
+        epoch: {"stage": "prune", "epoch": epoch, "macs": 1 - 0.5 * share(0, epoch),
+                "recalibrated_loss": 1.0}
+        for epoch in range(1, 11)
+    }  # fmt: skip
+    write_rows(folder / name, rows)
+
+
+def write_rows(folder: Path, changed: dict[int, dict[str, Any]]) -> None:
+    """Write rows of a log, by epoch; those that are there already stay."""
+    file = folder / "log.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    rows = {row["epoch"]: row for row in map(json.loads, lines)} | changed
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows.values()))
 
 
 def test_the_figure_has_a_row_for_every_kind(
