@@ -40,6 +40,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrizations import spectral_norm
 
 import polarprune as pp
 
@@ -63,6 +64,43 @@ class Net(nn.Module):
         x = self.stem(x)
         x = F.relu(x + self.outer(self.inner(x)))
         return self.head(self.last(x).mean((2, 3)))
+
+
+class StandardizedConv(nn.Conv2d):
+    """A layer that computes its weight in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return F.conv2d(x, weight, self.bias, padding=1)
+
+
+class ComputedWeights(nn.Module):
+    """Weights that a parametrization or a forward computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = StandardizedConv(3, 8, 3), StandardizedConv(8, 8, 3)
+        self.last, self.head = spectral_norm(nn.Linear(8, 12)), nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.inner(F.relu(self.first(x)))).mean((2, 3))
+        return self.head(F.relu(self.last(x)))
+
+
+class TiedTransformer(nn.Module):
+    """Patches as tokens, gates in norms, and a weight that two layers share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 16, bias=False)
+        self.inner = nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, batch_first=True)
+        self.last, self.head = nn.LayerNorm(16), nn.Linear(16, 4)
+        self.again = nn.Linear(12, 16, bias=False)
+        self.again.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.unfold(x, 2, stride=2).mT
+        return self.head(self.last(self.inner(self.first(x)) + self.again(x)).mean(1))
 
 
 def make(norm: type[nn.Module] = nn.BatchNorm2d) -> nn.Module:
@@ -167,7 +205,7 @@ def one_process() -> Result:
 def ddp_compacted_by_hand() -> Result:
     model = make()
     pruner = prune(model)
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
     optimizer = optimizer_of(pruner)
     train(wrapped, optimizer, 0, HALF + 1)
     pruner.compact()
@@ -346,6 +384,26 @@ def resumed(folder: Path, *, full: bool) -> Result:
     return {**results(pruner), "counted": counted}
 
 
+def other_layers(family: type[nn.Module], **more: Any) -> Result:
+    """Prune a network with DDP, and sharded layer by layer before and after the pruner."""
+    found = {}
+    for order in ("ddp", "shard first", "pruner first"):
+        torch.manual_seed(0)
+        model = family()
+        if order == "shard first":
+            fully_shard(model.inner)
+            fully_shard(model)
+        pruner = prune(model, macs=0.7, **more)
+        if order == "pruner first":
+            fully_shard(model.inner)
+            fully_shard(model)
+        train(
+            DistributedDataParallel(model) if order == "ddp" else model, optimizer_of(pruner, 0.02)
+        )
+        found[order] = results(pruner)
+    return found
+
+
 def read_by_one_process() -> Result:
     """Resume from a full checkpoint that only the first process has."""
     model, pruner, optimizer = build("pruner first")
@@ -485,6 +543,8 @@ def runs(folder: Path) -> dict[str, Callable[[], Result]]:
         "full checkpoint": partial(resumed, folder, full=True),
         "read by one process": read_by_one_process,
         "exported in one process": exported_in_one_process,
+        "computed weights": partial(other_layers, ComputedWeights),
+        "tied transformer": partial(other_layers, TiedTransformer, norms=True),
         "sharded refusals": sharded_refusals,
         "tensor parallel": tensor_parallel,
     }

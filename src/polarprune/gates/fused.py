@@ -32,7 +32,6 @@ _RUN = 64  # elements that are added up in one row
 
 
 @gate_part
-@gate_part
 class FusedGates:
     """A forward pre-hook of the network; layers then `take` their gated weights.
 
@@ -108,7 +107,6 @@ class FusedGates:
         return self.ready[slot]
 
 
-@gate_part
 @gate_part
 class _End:
     """A forward hook that tells `FusedGates` that the network's forward is over."""

@@ -107,7 +107,6 @@ def expect_early_sharding(model: nn.Module, gates: Mapping[str, Gate]) -> None:
 
 
 @gate_part
-@gate_part
 class _Expectation:
     """A forward pre-hook of the model that looks once."""
 
@@ -131,7 +130,6 @@ def check_gates_follow(model: nn.Module, alpha: Tensor) -> None:
 
 
 @gate_part
-@gate_part
 class _Gather:
     """A forward pre-hook of the model that gathers all gates."""
 
@@ -147,7 +145,6 @@ class _Gather:
         self.first.unshard()
 
 
-@gate_part
 @gate_part
 class _Spread:
     """A forward hook of the model that spreads the gates again if there will be no backward."""

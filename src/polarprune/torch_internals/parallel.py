@@ -53,8 +53,8 @@ def only_makes_state(optimizer: Optimizer) -> bool:
     rates = [group["lr"] for group in optimizer.param_groups]
     if any(isinstance(rate, Tensor) and rate.device.type != "cpu" for rate in rates) or any(rates):
         return False
-    held = [p.grad for group in optimizer.param_groups for p in group["params"]]
-    return not any(bool(grad.any()) for grad in held if grad is not None)
+    held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return all(p.grad is not None and not bool(p.grad.any()) for p in held)
 
 
 # --- DistributedDataParallel ----------------------------------------------------------------------
@@ -97,6 +97,7 @@ def rewrap(wrapper: DistributedDataParallel) -> None:
     named = wrapper.module.named_parameters()
     state["_module_parameters"] = [one for name, one in named if name not in ignored]
     state["_has_rebuilt_buckets"] = False
+    state["_static_graph_delay_allreduce_enqueued"] = False  # the graph is another one
     cast(Any, wrapper).__setstate__(state)
     for hook, given in wrapper._comm_hooks:
         cast(Any, torch.distributed)._register_comm_hook(wrapper.reducer, given, hook)

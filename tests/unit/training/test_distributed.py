@@ -162,6 +162,17 @@ def test_weights_are_sharded_and_the_export_is_plain(runs: Runs) -> None:
     assert torch.equal(first["outputs"], second["outputs"])  # statistics of norms, too
 
 
+@pytest.mark.parametrize("name", ["computed weights", "tied transformer"])
+def test_other_layers_are_sharded_in_either_order(runs: Runs, name: str) -> None:
+    found = runs(name)[0]
+    for order in ("shard first", "pruner first"):
+        assert found["ddp"]["plan"] == found[order]["plan"]
+        ours, theirs = found[order]["outputs"], found["ddp"]["outputs"]
+        assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max()  # sums in another order
+    kept = found["ddp"]["plan"].values()
+    assert found["ddp"]["macs"] <= 0.7 and len(kept) >= 2
+
+
 def test_a_full_checkpoint_of_a_sharded_run_is_exported_in_one_process(runs: Runs) -> None:
     assert_alike(runs("shard first")[0], runs("exported in one process")[0])
 
@@ -205,6 +216,9 @@ def test_a_step_with_zero_rates_and_gradients_is_not_counted() -> None:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     assert pruner.step_count == 0
+    optimizer.zero_grad()
+    optimizer.step()  # gradients may be gone, which is no sign
+    assert pruner.step_count == 1
     model(torch.randn(2, 4)).square().sum().backward()
     optimizer.step()  # a warm-up may start with a rate of zero
-    assert pruner.step_count == 1
+    assert pruner.step_count == 2
