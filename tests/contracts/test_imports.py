@@ -21,7 +21,7 @@ import polarprune
 ROOT = Path(polarprune.__file__).parent
 ORDER: dict[str, list[str]] = {
     "errors": [],
-    "torch_internals": ["class_swaps", "markers", "patches"],
+    "torch_internals": ["class_swaps", "markers", "parallel", "patches"],
     "validation": [
         "models",
         "numbers",
@@ -101,7 +101,7 @@ ORDER: dict[str, list[str]] = {
         "other_scores",
         "stopwatch",
     ],
-    "gates": ["folding", "gate", "fused", "gated_inputs", "install"],
+    "gates": ["folding", "gate", "fused", "gated_inputs", "install", "sharding"],
     "analysis": [
         "inspection",
         "tape_comparison",
@@ -121,6 +121,7 @@ ORDER: dict[str, list[str]] = {
         "copies",
         "compaction",
         "export",
+        "processes",
         "schedule",
         "controller",
         "stepper",

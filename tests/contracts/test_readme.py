@@ -1,6 +1,7 @@
 """The code blocks of README and docs run as they stand."""
 
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,22 @@ BLOCKS = [
 ]
 
 
+@pytest.fixture
+def alone(monkeypatch):
+    """Let a block that joins other processes be the only one."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    variables = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "RANK": 0, "WORLD_SIZE": 1}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("block", BLOCKS)
-def test_code_in_the_documents_runs(block, tmp_path, monkeypatch, capsys):
+def test_code_in_the_documents_runs(block, tmp_path, monkeypatch, capsys, alone):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
 

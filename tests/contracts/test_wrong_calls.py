@@ -229,7 +229,7 @@ def surroundings() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "logging": logging.root.manager.disable,
         "warnings": list(warnings.filters),
-        "garbage": (gc.isenabled(), gc.get_freeze_count()),
+        "garbage": (gc.isenabled(), gc.get_threshold()),
         "place": (os.getcwd(), dict(os.environ)),
     }
 

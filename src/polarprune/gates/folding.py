@@ -5,6 +5,8 @@ W·(g ⊙ x) = (W ⊙ g)·x: the gate of a channel is a factor of all weights th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -65,7 +67,16 @@ def plain(model: nn.Module) -> nn.Module:
 def drop_hooks(model: nn.Module) -> None:
     """Remove the forward hooks that gates registered, in place."""
     for module in model.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if is_gate_part(hook)]:
-                del hooks[key]
-                module._forward_hooks_always_called.pop(key, None)
+        _drop(module, is_gate_part)
+
+
+def drop_hooks_of(model: nn.Module, kinds: tuple[type, ...]) -> None:
+    """Remove the forward hooks of these kinds from a model itself, in place."""
+    _drop(model, lambda hook: isinstance(hook, kinds))
+
+
+def _drop(module: nn.Module, unwanted: Callable[[object], bool]) -> None:
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, hook in hooks.items() if unwanted(hook)]:
+            del hooks[key]
+            module._forward_hooks_always_called.pop(key, None)

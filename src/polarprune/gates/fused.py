@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from ..torch_internals.markers import gate_part
-from .folding import drop_hooks
+from .folding import drop_hooks, drop_hooks_of
 from .gate import Gate, GatedWeight, gate_slope, gate_value
 
 LIMIT = 2**24  # elements of weights above which only gates are computed together
@@ -31,7 +31,6 @@ SLOW_TO_LAUNCH = {"cuda", "xpu", "mps"}  # devices on which launching a kernel t
 _RUN = 64  # elements that are added up in one row
 
 
-@gate_part
 @gate_part
 class FusedGates:
     """A forward pre-hook of the network; layers then `take` their gated weights.
@@ -110,7 +109,6 @@ class FusedGates:
 
 
 @gate_part
-@gate_part
 class _End:
     """A forward hook that tells `FusedGates` that the network's forward is over."""
 
@@ -133,6 +131,14 @@ def fuse_gates(model: nn.Module, sites: list[ParametrizationList]) -> None:
         fused = FusedGates(sites)
         model.register_forward_pre_hook(fused)
         model.register_forward_hook(_End(fused), always_call=True)
+
+
+def unfuse_gates(model: nn.Module) -> None:
+    """Let each layer compute its gated weight by itself again, in place."""
+    for module in model.modules():
+        if isinstance(module, GatedWeight):
+            module.fused = None
+    drop_hooks_of(model, (FusedGates, _End))
 
 
 def _has_plain_gates(site: ParametrizationList) -> bool:

@@ -23,6 +23,7 @@ from ..rewriting.weighted_norms import open_encoders, weigh
 from ..surgery.proof import difference, in_double
 from ..torch_internals.class_swaps import set_class
 from ..torch_internals.markers import gate_part
+from ..torch_internals.parallel import in_group, is_distributed, skip_in_fully_shard
 from ..tracing.model_state import Example, named_tensors
 from .folding import plain
 from .fused import fuse_gates
@@ -49,21 +50,30 @@ def install(model: nn.Module, graph: Graph, example: Example) -> dict[str, Gate]
     Raises:
         PruneError: If gates cannot be installed or have no effect. The model is unchanged then.
     """
-    like = next(tensor for tensor in model.parameters() if tensor.is_floating_point())
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    gates = {
-        name: Gate(group.size, dtype=dtype).to(like.device)
-        for name, group in graph.prunable.items()
-    }
-    with _undone_on_error(model):
+    gates = make_gates(model, graph)
+    with undone_on_error(model):
         expose(model, graph.forward_weights)
         insert_gates(model, graph, gates, torch.ones(graph.units, dtype=torch.bool, device="cpu"))
         _check(model, graph, gates, example)
     return gates
 
 
+def make_gates(model: nn.Module, graph: Graph) -> dict[str, Gate]:
+    """Return an open gate for each prunable group, on the device of the model."""
+    like = next(tensor for tensor in model.parameters() if tensor.is_floating_point())
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    gates = {
+        name: Gate(group.size, dtype=dtype).to(like.device)
+        for name, group in graph.prunable.items()
+    }
+    if in_group():
+        for gate in gates.values():
+            skip_in_fully_shard(gate)
+    return gates
+
+
 @contextmanager
-def _undone_on_error(model: nn.Module) -> Iterator[None]:
+def undone_on_error(model: nn.Module) -> Iterator[None]:
     """Context manager: after an exception, restore all modules and raise a PruneError."""
     before = [(module, type(module), dict(vars(module))) for module in model.modules()]
     tables = [(v, dict(v)) for _, _, own in before for v in own.values() if isinstance(v, dict)]
@@ -159,10 +169,12 @@ def _gate_weight(owners: list[_Owner], axes: dict[int, Tensor], local: _LocalGat
     """Register the gates of a weight in all of its owners; return the number of gated axes."""
     gated = [(axis, *local(units)) for axis, units in axes.items()]
     gated = [item for item in gated if item[1]]  # an axis may have only frozen channels left
+    own = next(tensor for _, tensor in named_tensors(owners[0][0]))
     for axis, gates, units in gated:
-        weight = GatedWeight(gates, units, axis).to(getattr(*owners[0]).device)
-        for owner, leaf in owners:
-            parametrize.register_parametrization(owner, leaf, weight)
+        weight = GatedWeight(gates, units, axis).to(own.device)
+        for owner, leaf in owners:  # a part of a weight cannot be multiplied for a test
+            unsafe = is_distributed(own)
+            parametrize.register_parametrization(owner, leaf, weight, unsafe=unsafe)
     return len(gated)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from ..torch_internals.markers import STATE, attach_state
+from ..torch_internals.markers import STATE, attach_state, is_gate_part
 from .state_bytes import State, decode, encode
 
 
@@ -22,6 +22,12 @@ class Run(Protocol):
 
     def current_state(self) -> State:
         """Return the state to store."""
+
+    def entry_size(self) -> int:
+        """Return the least number of bytes of the header of the stored state."""
+
+    def shared_entry(self, entry: object) -> object:
+        """Return the stored state, of another process if only that has read it."""
 
     def resume(self, state: object) -> None:
         """Check a state, and continue from it."""
@@ -56,15 +62,18 @@ class CarriedState:
         if self.run is not None:
             found = self.run.current_state()
             device = next(iter(found["alpha"].values())).device
-            state[prefix + STATE] = encode(found, device)
+            state[prefix + STATE] = encode(found, device, self.run.entry_size())
 
     def before_load(
         self, module: nn.Module, state: dict[str, Any], prefix: str, *others: object
     ) -> None:
         """Take the entry out of a state dict, and bring the model to its widths."""
         entry = state.pop(prefix + STATE, None)
-        if self.run is not None and entry is not None:
-            self.run.resume(decode(entry))
+        _give_all_names(module, state, prefix)
+        if self.run is not None:
+            entry = self.run.shared_entry(entry)
+            if entry is not None:
+                self.run.resume(decode(entry))
 
     def after_load(self, module: nn.Module, keys: object) -> None:
         """Look at the gates that were loaded."""
@@ -115,6 +124,23 @@ def _separate_gates(state: dict[str, Any], prefix: str) -> None:
             if tensor.data_ptr() in seen:
                 state[key] = tensor.clone()
             seen.add(tensor.data_ptr())
+
+
+def _give_all_names(model: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    """Add the other names of gates of which a state dict has one.
+
+    A gate is in the model as often as weights read it; `torch.distributed.checkpoint` spreads the
+    first of its names only.
+    """
+    names: dict[nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if is_gate_part(module) and (module._parameters or module._buffers):
+            names.setdefault(module, []).append(f"{prefix}{path}.")
+    for module, stems in names.items():
+        for leaf in (*module._parameters, *module._buffers):
+            held = [state[stem + leaf] for stem in stems if stem + leaf in state]
+            for stem in stems if held else []:
+                state.setdefault(stem + leaf, held[0])
 
 
 def carry_state(model: nn.Module, run: Run) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,13 @@ _FIRST = 0.2  # of the MACs: compact="auto" waits until so much was closed since
 _LAST = 0.05  # the same once the budget is met, as nothing more will close
 _WORTHWHILE = 0.02  # of all steps: by so much the remaining training must become shorter
 _TOLERANCE = 1e-4
+
+
+class Cut(NamedTuple):
+    """A compaction that was checked: how to cut, and which copies of the model to cut as well."""
+
+    rebuild: Rebuild
+    copies: Sequence[nn.Module]
 
 
 class Compaction:
@@ -116,28 +124,27 @@ class Compaction:
         for other in copies:
             check_copy("compact", other, self.model)
 
-    def run(
+    def prepare(
         self,
         alive: Tensor,
         optimizers: Sequence[Optimizer],
         copies: Sequence[nn.Module],
         example: Example | None,
-    ) -> bool:
-        """Remove all units that are not alive; return False if there are none.
+    ) -> Cut | None:
+        """Plan to remove all units that are not alive; return None if there are none.
 
-        The result is compared on `example` first, if one is given.
+        The result is compared on `example` first, if one is given. Nothing is changed yet.
         """
         rebuild = self.rebuild(alive)
         if rebuild.changes_nothing:
-            return False
+            return None
         check_unchanged(changed(self.graph, self.model))
         if optimizers:
             check_held(self.model, optimizers, "compact(optimizer=[...])")
         self.check(rebuild, optimizers, copies)
         if example is not None:
             self._prove(rebuild, example)
-        self.apply(rebuild, optimizers, copies)
-        return True
+        return Cut(rebuild, copies)
 
     def _prove(self, rebuild: Rebuild, example: Example) -> None:
         """Compact a copy and compare it with the model."""

@@ -21,6 +21,7 @@ from ..errors import PruneError
 from ..report.report import Report
 from ..surgery.apply import warn_of_hooks
 from ..surgery.proof import own_copy
+from ..torch_internals.parallel import only_makes_state
 from ..tracing.model_state import Example, slots_cleared
 from ..validation.arguments import check_keywords, check_schedule, check_settings
 from ..validation.optimizers import check_gates, check_known, check_rates, raw_optimizers
@@ -40,7 +41,7 @@ class Pruner(PruningRun):
     """Prune a model to a preset budget while you train it.
 
     Args:
-        model: the model to prune. It gets gates, in place.
+        model: the model to prune. It gets gates, in place. It may be sharded by `fully_shard`.
         example_inputs: what `model(...)` takes: a tensor, or a tuple or dict of arguments.
         macs: budget for the MACs, as a fraction of the original (0.5 is half). It is met at the end
             and never exceeded.
@@ -144,6 +145,7 @@ class Pruner(PruningRun):
             >>> optimizer = torch.optim.SGD(pruner.param_groups(lr=0.1, weight_decay=5e-4))
         """
         check_rates(lr, weight_decay, kw)
+        self._follow_sharding()
         alphas = self._stepper.alphas
         mine = {id(alpha) for alpha in alphas}
         rest = [p for p in self.model.parameters() if id(p) not in mine]
@@ -178,7 +180,7 @@ class Pruner(PruningRun):
             check_held(self.model, (optimizer, *rest), "attach(optimizer, other)")
         self._optimizer, self._others = optimizer, tuple(rest)
         self._step_check.attached(self._gate_group(optimizer), self.step_count)
-        optimizer.register_step_pre_hook(lambda opt, args, kw: self._before_step())
+        optimizer.register_step_pre_hook(lambda opt, args, kw: self._before_step(opt))
         optimizer.register_step_post_hook(lambda opt, args, kw: self._after_step(opt))
 
     def step(self) -> None:
@@ -229,7 +231,8 @@ class Pruner(PruningRun):
 
     def _after_step(self, optimizer: Optimizer) -> None:
         found_inf = getattr(optimizer, "found_inf", None)  # fused optimizers skip steps themselves
-        if found_inf is None or not bool(found_inf):
+        skipped = found_inf is not None and bool(found_inf)
+        if not skipped and not only_makes_state(optimizer):
             self.step()
 
     # --- the state of the run ---------------------------------------------------------------------
@@ -291,9 +294,9 @@ class Pruner(PruningRun):
     ) -> None:
         """Remove closed channels from the model in place; training continues as before, faster.
 
-        Parameters stay the same objects, and the state of the optimizers is cut with them. What was
-        built for the old shapes has to be built again: DistributedDataParallel, a captured CUDA
-        graph. Compiled models are compiled again automatically.
+        Parameters stay the same objects, and the state of the optimizers is cut with them. Under
+        DistributedDataParallel all processes must call this; the wrapper is renewed. A captured
+        CUDA graph has to be captured again; compiled models are compiled again automatically.
 
         Args:
             optimizer: optimizers besides those attached; `()` if there are none.
@@ -309,17 +312,16 @@ class Pruner(PruningRun):
         """
         known = self._optimizers(optimizer)
         check_known(known, optimizer is None and self.step_count > 0)
-        example = self._here() if verify else None
         others = self._compaction.copies.to_cut(copies)
-        if self._compaction.run(self._alive(), known, others, example):
-            self._after_compaction()
+        self._cut_model(known, others, self._here() if verify else None)
 
     def export(
         self, *wrong: object, model: nn.Module | None = None, verify: bool = True
     ) -> nn.Module:
         """Return a new, plain, small model that computes the same function as the gated one.
 
-        The gated model stays as it is.
+        The gated model stays as it is. If `fully_shard` spread it over processes, all of them must
+        call this.
 
         Args:
             *wrong: there are no positional arguments.
@@ -342,7 +344,7 @@ class Pruner(PruningRun):
         """
         check_keywords("export", wrong)
         check_finite(self._named_alphas(), self._flat())
-        gated = self.model if model is None else self._compaction.copies.with_own_gates(model)
+        gated, exporter = self._to_export(model)
         check_weights(gated)
         share = self.graph.cost.share(self._widths())
         deadline = 0 if self.landed else self.schedule.deadline(self.steps)
@@ -350,10 +352,10 @@ class Pruner(PruningRun):
         warn_of_early_export(self.step_count, self.steps)
         warn_of_hooks(gated)
         alive, example = self._alive(), self._here(gated)
-        with slots_cleared(self._compaction.slots):
-            small = self._exporter.cut(gated, alive, example)
+        with slots_cleared(exporter.compaction.slots):
+            small = exporter.cut(gated, alive, example)
         if verify:
-            self.proof = self._exporter.proved(gated, small, alive, example, self.cost()["macs"])
+            self.proof = exporter.proved(gated, small, alive, example, self.cost()["macs"])
             if self._stopwatch is not None:
                 self._stopwatch.check(small)
         return small

@@ -22,16 +22,31 @@ from ..cost.stopwatch import Stopwatch
 from ..errors import PruneError
 from ..gates.gate import Gate
 from ..gates.install import install
+from ..gates.sharding import (
+    expect_early_sharding,
+    gathered_copy,
+    install_in_sharded,
+    shard_gates,
+    whole_model,
+)
 from ..surgery.proof import example_for
+from ..torch_internals.parallel import in_group, is_distributed, only_makes_state
 from ..tracing.model_state import Example
 from ..validation.optimizers import raw_optimizers
 from ..validation.pruner_state import check_state
-from ..validation.run import check_finite, check_prunable, warn_of_more_steps
+from ..validation.run import (
+    check_finite,
+    check_prunable,
+    check_same_gates,
+    warn_of_more_steps,
+)
 from .carried_state import carry_state
 from .compaction import Compaction
 from .export import Exporter
+from .processes import Processes
+from .rebuild import gates_in
 from .schedule import Schedule
-from .state_bytes import State
+from .state_bytes import State, size_of_header
 from .steering import Progress, Row, Steering
 from .step_check import StepCheck, note_step
 from .stepper import Stepper
@@ -67,13 +82,19 @@ class PruningRun:
     ) -> None:
         self.model, self.example, self.schedule = model, example, schedule
         self.limits, self.lam, self.steps, self.multiple_of = limits, lam, steps, multiple_of
-        self.graph: Graph = trace(model, example)
+        self._processes, self._trace = Processes(model), trace
+        whole = whole_model(model)
+        self.graph: Graph = trace(whole, example)
         check_prunable(self.graph)
-        self._build_budget()
+        self._build_budget(whole)
         self.gates: dict[str, Gate] = {}
         self._compaction = Compaction(model, self.graph, self.gates, automatic=compacts)
-        self.gates.update(install(model, self.graph, example))
-        self._exporter = Exporter(self._compaction, trace)
+        self.gates.update(install(whole, self.graph, example))
+        if whole is model and in_group():
+            expect_early_sharding(model, self.gates)
+        if whole is not model:
+            self.gates.update(install_in_sharded(model, self.graph))
+            shard_gates(model, self.gates)
         self._build_steering()
         self._traced_dtype = self._weight().dtype
         self.proof: dict[str, float] = {}
@@ -84,13 +105,13 @@ class PruningRun:
         self._steering.look(0.0)
         carry_state(model, self)
 
-    def _build_budget(self) -> None:
+    def _build_budget(self, model: nn.Module) -> None:
         """Set up the limits, and measure the latency if that is limited; refuse what is too low."""
         self.budget = Budget(self.graph, self.limits or {"macs": 0.0}, self.multiple_of)
         self._stopwatch: Stopwatch | None = None
         if "latency" in self.limits:
             limit = self.limits["latency"]
-            self._stopwatch = Stopwatch(self.model, self.graph, self.example, limit)
+            self._stopwatch = Stopwatch(model, self.graph, self.example, limit)
             self._stopwatch.install(self.budget)
         if self.limits:
             self.budget.check_reachable()
@@ -109,14 +130,35 @@ class PruningRun:
             stopwatch=self._stopwatch,
         )
 
+    # --- other processes --------------------------------------------------------------------------
+
+    def _follow_sharding(self) -> None:
+        """Spread the gates over the processes if `fully_shard` has spread the weights."""
+        alphas = self._stepper.alphas
+        if self._processes.sharded and not is_distributed(alphas[0]):
+            shard_gates(self.model, self.gates)
+            self._stepper.follow_gates()
+
+    def _facts(self) -> dict[str, object]:
+        """Return what must be equal in all processes that train the model."""
+        groups = [(name, one.size, one.minimum) for name, one in self.graph.prunable.items()]
+        return {
+            "the arguments of the Pruner": (self._settings(), asdict(self.schedule)),
+            "the groups of channels": groups,
+            "the steps that were taken": self.step_count,
+            "the gates": (self._flat().tolist(), self._compaction.present.tolist()),
+            "the history": self.history,
+        }
+
     # --- steps ------------------------------------------------------------------------------------
 
     def _check_gates_if_due(self) -> None:
         if self._steering.is_due:
-            check_finite(self._named_alphas(), self._flat())
+            check_finite(self._named_alphas(), self._stepper.flat())
 
     def _hold_if_done(self) -> bool:
         """After the announced steps, leave the gates as they are, and warn once."""
+        self._processes.join(self._stepper.alphas, self._facts)
         if self.step_count < self.steps:
             return False
         self._stepper.hold()
@@ -161,8 +203,10 @@ class PruningRun:
                 return group
         raise AssertionError("attach made sure that the optimizer holds the gates")
 
-    def _before_step(self) -> None:
-        """Refuse a step with parts of different checkpoints."""
+    def _before_step(self, optimizer: Optimizer | None = None) -> None:
+        """Refuse a step with parts of different checkpoints, or with unlike processes."""
+        if optimizer is not None and only_makes_state(optimizer):
+            return
         group = None if self._optimizer is None else self._gate_group(self._optimizer)
         self._step_check(self.step_count, group)
         self._hold_if_done()
@@ -213,7 +257,7 @@ class PruningRun:
 
     def _flat(self) -> Tensor:
         """Return α of all original gates as one vector."""
-        return self._stepper.flat()
+        return self._stepper.last()
 
     def _alive(self) -> Tensor:
         """Return a mask of the units whose gate is not closed."""
@@ -238,9 +282,40 @@ class PruningRun:
 
     # --- smaller models ---------------------------------------------------------------------------
 
-    def _after_compaction(self) -> None:
+    def _to_export(self, model: nn.Module | None) -> tuple[nn.Module, Exporter]:
+        """Return the gated model to export and what cuts it; spread weights are gathered."""
+        compaction = self._compaction
+        if not self._processes.sharded:
+            gated = self.model if model is None else compaction.copies.with_own_gates(model)
+            return gated, Exporter(compaction, self._trace)
+        if model is not None:
+            raise PruneError(
+                "export: the model is sharded by fully_shard, so no other weights can be given. "
+                "Write them to a full state dict and load that into a plain model with a Pruner."
+            )
+        whole = gathered_copy(self.model)
+        gates = gates_in(whole, self.model, self.gates)
+        check_same_gates(self._flat(), torch.cat([gate.alpha for gate in gates.values()]))
+        compaction = Compaction(whole, self.graph, gates, automatic=False)
+        return whole, Exporter(compaction, self._trace)
+
+    def _cut_model(
+        self,
+        optimizers: list[Optimizer],
+        copies: list[nn.Module],
+        example: Example | None,
+    ) -> None:
+        """Remove closed channels from the model, if all processes agree."""
+        wrappers = self._processes.wrappers()
+        cut = self._processes.agreed(
+            lambda: self._compaction.prepare(self._alive(), optimizers, copies, example)
+        )
+        if cut is None:
+            return
+        self._compaction.apply(cut.rebuild, optimizers, cut.copies)
         self._stepper.keep_only(self._compaction.present)
         self._compaction.share = self.graph.cost.share(self._widths())["macs"]
+        self._processes.renew(wrappers)
 
     def _optimizers(self, more: object = ()) -> list[Optimizer]:
         given = list(more) if isinstance(more, Iterable) else [more]
@@ -268,6 +343,20 @@ class PruningRun:
             **({"latency": self._stopwatch.state()} if self._stopwatch else {}),
         }
 
+    def entry_size(self) -> int:
+        """Return the least size of the header of the stored state.
+
+        `torch.distributed.checkpoint` loads into tensors of the size that was written, so the size
+        must not depend on the step.
+        """
+        if not in_group():
+            return 0
+        return size_of_header(self.current_state(), self._steering.most_rows)
+
+    def shared_entry(self, entry: object) -> object:
+        """Return the stored state, of another process if only that has read it."""
+        return self._processes.shared(entry)
+
     def resume(self, state: object) -> None:
         """Check a state that came with the model's, and continue from it."""
         self._restore(check_state(state, self.current_state(), self.graph, self._steering.deadline))
@@ -283,14 +372,15 @@ class PruningRun:
 
     def _restore(self, state: State) -> None:
         """Continue from a state that was checked."""
-        compaction = self._compaction
-        rebuild = compaction.rebuild(state["present"].cpu())
-        optimizers = self._optimizers()
-        copies = compaction.copies.to_cut(snapshots=True)
-        compaction.check(rebuild, optimizers, copies)
-        if not rebuild.changes_nothing:
+        compaction, present = self._compaction, state["present"].cpu()
+        if not torch.equal(present, compaction.present):
+            wrappers = self._processes.wrappers()
+            rebuild, optimizers = compaction.rebuild(present), self._optimizers()
+            copies = compaction.copies.to_cut(snapshots=True)
+            compaction.check(rebuild, optimizers, copies)
             compaction.apply(rebuild, optimizers, copies)
             self._stepper.keep_only(compaction.present)
+            self._processes.renew(wrappers)
         compaction.share, compaction.gave_up = state["compacted"], state["given_up"]
         self._stepper.put(torch.cat([state["alpha"][name] for name in self.gates]))
         self._stepper.load(state["stepper"])

@@ -28,8 +28,8 @@ _TYPES = {
 }
 
 
-def encode(state: State, device: torch.device) -> Tensor:
-    """Return a state as a vector of bytes on a device."""
+def encode(state: State, device: torch.device, least: int = 0) -> Tensor:
+    """Return a state as a vector of bytes on a device, the header with `least` bytes or more."""
     tensors: list[Tensor] = []
     plain = json.dumps(_without_tensors(state, tensors), separators=(",", ":"))
     header: dict[str, object] = {"__metadata__": {_NAME: plain}}
@@ -39,13 +39,25 @@ def encode(state: State, device: torch.device) -> Tensor:
         form = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape)}
         header[str(name)] = {**form, "data_offsets": [start, end]}
         start = end
-    text = json.dumps(header).encode()
+    text = json.dumps(header).encode().ljust(least)
     text += b" " * (-len(text) % 8)
     head = torch.frombuffer(
         bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8
     ).to(device)
     data = [tensor.detach().reshape(-1).view(torch.uint8).to(device) for tensor in tensors]
     return torch.cat([head, *data])
+
+
+def size_of_header(state: State, rows: int) -> int:
+    """Return how many bytes the header of a state has at most, at any step of the run."""
+    tensors: list[Tensor] = []
+    _without_tensors({**state, "history": []}, tensors)
+    names = sum(map(len, state["alpha"]))
+    fixed = json.dumps([state["settings"], state["schedule"]])
+    return len(fixed) + 2 * names + _TENSOR_BYTES * len(tensors) + _ROW_BYTES * rows + _OTHER_BYTES
+
+
+_TENSOR_BYTES, _ROW_BYTES, _OTHER_BYTES = 160, 768, 4096  # generous, in JSON inside of JSON
 
 
 def _without_tensors(value: object, tensors: list[Tensor]) -> object:

@@ -81,6 +81,11 @@ class Steering:
         return self.schedule.deadline(self.steps) if self.lam is None else 0
 
     @property
+    def most_rows(self) -> int:
+        """How many rows the history has at most: also at the start, the deadline and the end."""
+        return self.steps // self._every + 3
+
+    @property
     def is_due(self) -> bool:
         """True if the host looks at the gates after the step that is under way."""
         step = self.progress.step + 1
@@ -98,7 +103,7 @@ class Steering:
     @torch.no_grad()
     def look(self, gate_lr: float) -> None:
         """Look at the gates: land if it is time, select what closes next, and record a row."""
-        alpha = self.stepper.flat().double().cpu()
+        alpha = self.stepper.last().double().cpu()
         if self.lam is None and self.progress.step >= self.deadline:
             alpha = alpha if self.progress.landed else self._land(alpha)
         elif self.lam is not None and self.progress.step == self.steps:

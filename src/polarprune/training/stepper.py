@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ..gates.gate import Gate
+from ..gates.sharding import have_pieces, whole_vector, write_pieces
+from ..torch_internals.parallel import is_distributed
 from .proximal import prox_l0, prox_l1
 from .schedule import Schedule
 
@@ -76,6 +78,11 @@ class Stepper:
             if isinstance(value, Tensor):
                 setattr(self, name, value.to(device))
 
+    def follow_gates(self) -> None:
+        """Use the parameters that the gates have now: `fully_shard` replaces them."""
+        self.alphas = [gate.alpha for gate in self.gates.values()]
+        self.follow_device()
+
     def keep_only(self, present: Tensor) -> None:
         """Continue with these of the original gates; the others were removed from the model."""
         self.kept = present.nonzero().flatten().to(self.owner.device)
@@ -83,7 +90,12 @@ class Stepper:
     @torch.no_grad()
     def flat(self) -> Tensor:
         """Return α of all gates, with zeros for those that were removed."""
-        return self._at_original_positions(torch.cat(list[Tensor](self.alphas)))
+        return self._at_original_positions(whole_vector(self.alphas))
+
+    @torch.no_grad()
+    def last(self) -> Tensor:
+        """Return the same as it was after the last step, which needs no other process."""
+        return self.before.clone() if is_distributed(self.alphas[0]) else self.flat()
 
     def _at_original_positions(self, values: Tensor) -> Tensor:
         if self.kept is None:
@@ -93,12 +105,11 @@ class Stepper:
     @torch.no_grad()
     def put(self, alpha: Tensor) -> None:
         """Write α of all gates."""
-        alpha = alpha.to(self.alphas[0])
+        first = self.alphas[0]
+        alpha = alpha.to(first.device, first.dtype)
         self.live.copy_(alpha != 0)
         self.before.copy_(alpha)
-        left = alpha if self.kept is None else alpha[self.kept]
-        pieces = left.split([part.numel() for part in self.alphas])
-        torch._foreach_copy_(list[Tensor](self.alphas), list(pieces))
+        write_pieces(self.alphas, self._pieces(alpha))
 
     def keep(self) -> None:
         """Take note of α as it is now, for `hold`."""
@@ -113,7 +124,13 @@ class Stepper:
     def has_own_gates(self) -> bool:
         """Return whether α is as it was last written: nothing else has changed it."""
         self.follow_device()
-        return torch.equal(self.flat().to(self.before.dtype), self.before)
+        return have_pieces(self.alphas, self._pieces(self.before))
+
+    def _pieces(self, values: Tensor) -> tuple[Tensor, ...]:
+        """Split one vector of the original length into those of the gates that are left."""
+        left = values if self.kept is None else values[self.kept]
+        pieces: tuple[Tensor, ...] = left.split([part.numel() for part in self.alphas])
+        return pieces
 
     @torch.no_grad()
     def set_step(self, step: int) -> None:
@@ -154,7 +171,7 @@ class Stepper:
                 torch.zeros_like(a) if grad is None else grad
                 for a, grad in zip(self.alphas, grads, strict=True)
             ]
-            slope = self._at_original_positions(torch.cat(present))
+            slope = self._at_original_positions(whole_vector(present))
         before, eps = self.before.double(), self.eps.double()
         change = slope.double() * before * (before * before + eps) / (2 * eps)
         self.worth += (change.square() - self.worth) * self.weight

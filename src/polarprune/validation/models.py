@@ -8,6 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PruneError
+from ..torch_internals.parallel import (
+    is_distributed,
+    is_sharded,
+    is_wrapped_by_fsdp1,
+    sharded_modules,
+)
 
 
 def check_model(model: object, has_gates: Callable[[nn.Module], bool]) -> None:
@@ -20,8 +26,8 @@ def check_model(model: object, has_gates: Callable[[nn.Module], bool]) -> None:
     Raises:
         PruneError: The message says what to pass instead.
     """
-    if not isinstance(model, nn.Module):
-        raise PruneError(f"the model is a {type(model).__name__}; give a torch.nn.Module.")
+    check_is_model(model)
+    assert isinstance(model, nn.Module)
     if torch.is_inference_mode_enabled():
         raise PruneError(
             "torch.inference_mode() is on, in which no operation can be followed: call this "
@@ -39,6 +45,12 @@ def check_model(model: object, has_gates: Callable[[nn.Module], bool]) -> None:
         )
 
 
+def check_is_model(model: object) -> None:
+    """Refuse what is no module."""
+    if not isinstance(model, nn.Module):
+        raise PruneError(f"the model is a {type(model).__name__}; give a torch.nn.Module.")
+
+
 def _check_not_wrapped(model: nn.Module) -> None:
     """Refuse compiled and parallel models: gates are installed first, wrappers come after."""
     name = type(model).__name__
@@ -53,8 +65,39 @@ def _check_not_wrapped(model: nn.Module) -> None:
             f"the model is wrapped in {name}: give polarprune the plain model (model.module) "
             f"first, and wrap it afterwards."
         )
+    if is_wrapped_by_fsdp1(model):
+        raise PruneError(
+            f"the model is wrapped in {name}: use torch.distributed.fsdp.fully_shard (FSDP2) "
+            f"instead, before or after the Pruner is built."
+        )
+    check_not_tensor_parallel(model)
+    if sharded_modules(model):
+        raise PruneError(
+            "the model is sharded by fully_shard: trace the plain model before that. (A Pruner "
+            "accepts a sharded model.)"
+        )
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise PruneError(f"the model is a {name}, compiled to TorchScript: give the plain model.")
+
+
+def check_not_tensor_parallel(model: nn.Module) -> None:
+    """Refuse weights that are spread over processes by anything else than `fully_shard`."""
+    for path, module in model.named_modules():
+        for leaf, tensor in module._parameters.items():
+            if tensor is not None and is_distributed(tensor) and not is_sharded(tensor):
+                raise PruneError(
+                    f"{path}.{leaf} is spread over processes as {tensor.placements}, not by "
+                    f"fully_shard alone. Channels of tensor-parallel layers (parallelize_module) "
+                    f"cannot be pruned: train with DistributedDataParallel or fully_shard, and "
+                    f"parallelize the exported model."
+                )
+    spread = [name for name, one in model.named_parameters() if is_distributed(one)]
+    if spread and not sharded_modules(model):
+        raise PruneError(
+            f"{spread[0]} is spread over processes, but fully_shard was not applied to this model: "
+            f"give the Pruner the model that fully_shard was applied to. Tensor-parallel layers "
+            f"(parallelize_module) cannot be pruned; parallelize the exported model instead."
+        )
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -103,6 +103,15 @@ def check_done(
         )
 
 
+def check_same_gates(known: Tensor, found: Tensor) -> None:
+    """Refuse an export of gates that are not those after the pruner's last step."""
+    if not bool((known == found).all()):
+        raise PruneError(
+            "export: the gates were changed from outside after the last step. Load the pruner's "
+            "own state too, with pruner.load_state_dict."
+        )
+
+
 def warn_of_early_export(step: int, steps: int) -> None:
     """Warn if a model is exported long before the end of its training."""
     if step < _LATE * steps:
