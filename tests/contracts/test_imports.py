@@ -113,6 +113,7 @@ ORDER: dict[str, list[str]] = {
     ],
     "report": ["facts", "plots", "svg", "page", "text", "report"],
     "training": [
+        "parameter_groups",
         "proximal",
         "rebuild",
         "compaction",
