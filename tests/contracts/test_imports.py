@@ -115,6 +115,9 @@ ORDER: dict[str, list[str]] = {
     "training": [
         "parameter_groups",
         "proximal",
+        "state_bytes",
+        "carried_state",
+        "step_check",
         "rebuild",
         "compaction",
         "export",

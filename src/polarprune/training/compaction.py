@@ -7,6 +7,7 @@ same with and without compaction.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -29,6 +30,7 @@ from .rebuild import (
     check_copy,
     check_held,
     check_optimizer_state,
+    drop_parameters,
     gates_in,
     skeleton,
     ungated,
@@ -64,6 +66,8 @@ class Compaction:
         self.present = torch.ones(graph.units, dtype=torch.bool, device="cpu")
         self.count, self.share, self.gave_up = 0, 1.0, False
         self.copies: list[nn.Module] = []
+        self._found: list[weakref.ref[nn.Module]] = []  # copies that nobody had to name
+        self._removed: list[weakref.ref[Tensor]] = []  # parameters of layers that were removed
         self.slots = empty_slots(model)
         self._original: nn.Module | None = None
 
@@ -76,6 +80,16 @@ class Compaction:
             return self._original
         with slots_cleared(self.slots):  # what the last batch left there cannot be copied
             return skeleton(ungated(self.model, self.graph) if small is None else small)
+
+    def add_copy(self, model: nn.Module) -> None:
+        """Get to know a deep copy of the gated model."""
+        self._found = [ref for ref in self._found if ref() is not None]
+        self._found.append(weakref.ref(model))
+
+    def drop_removed(self, optimizer: Optimizer) -> None:
+        """Remove the parameters of layers that were removed before the optimizer was known."""
+        held = [ref() for ref in self._removed]
+        drop_parameters(optimizer, {id(tensor) for tensor in held if tensor is not None})
 
     def rebuild(self, alive: Tensor) -> Rebuild:
         """Plan how to bring the model to these units."""
@@ -156,5 +170,6 @@ class Compaction:
         torch.clear_autocast_cache()
         clear_slots(self.slots)
         self._original = rebuild.bare
+        self._removed += rebuild.removed
         self.count += 1
         self.present = rebuild.after

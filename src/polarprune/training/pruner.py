@@ -28,8 +28,9 @@ from ..validation.pruner_state import check_state
 from ..validation.run import check_done, check_finite, check_weights
 from .parameter_groups import NoDecay, weight_groups
 from .rebuild import check_held
-from .run import PruningRun, State
+from .run import PruningRun
 from .schedule import Schedule
+from .state_bytes import State
 
 _ROUTED = (
     "what the model computes depends on the data: MACs are those of the path that the example takes"
@@ -174,11 +175,14 @@ class Pruner(PruningRun):
         check_optimizers((optimizer, *others))
         if self._optimizer is not None:
             raise PruneError("attach: this pruner is attached already; one optimizer is enough.")
+        for one in (optimizer, *others):
+            self._compaction.drop_removed(one)
         check_gates(self._named_alphas(), self._stepper.alphas, optimizer)
         if self._compaction.automatic:
             check_held(self.model, (optimizer, *others), "attach(optimizer, other)")
         self._optimizer, self._others = optimizer, others
-        optimizer.register_step_pre_hook(lambda opt, args, kw: self._check_steps_left())
+        self._step_check.attached(self._gate_group(optimizer), self.step_count)
+        optimizer.register_step_pre_hook(lambda opt, args, kw: self._before_step())
         optimizer.register_step_post_hook(lambda opt, args, kw: self._after_step(opt))
 
     def step(self) -> None:
@@ -191,6 +195,7 @@ class Pruner(PruningRun):
             >>> optimizer.step()
             >>> pruner.step()  # only if the optimizer is not attached
         """
+        self._step_check(self.step_count)  # where attached, the optimizer was compared before
         self._check_steps_left()
         if self.lam is not None and self._optimizer is None and self._lr is None:
             raise PruneError(
@@ -217,13 +222,15 @@ class Pruner(PruningRun):
             >>> cuda_graph.replay()  # doctest: +SKIP
             >>> pruner.replayed()  # doctest: +SKIP
         """
-        self._check_steps_left()
+        self._before_step()
         self._check_gates_if_due()
         self._finish_step()
 
     def _finish_step(self) -> None:
         """Count the step, look at the gates if it is time, and compact if that pays."""
-        if not self._steering.count_step(float(self._gate_lr())):
+        due = self._steering.count_step(float(self._gate_lr()))
+        self._note_step()
+        if not due:
             return
         compaction, step, now = self._compaction, self.step_count, self.history[-1]
         if not compaction.automatic or compaction.gave_up:
@@ -357,7 +364,10 @@ class Pruner(PruningRun):
     # --- resuming ---------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Return what a resumed run needs besides the state of the model and the optimizer.
+        """Return the state of the run, which the state dict of the model has, too.
+
+        It is needed only where a checkpoint drops entries of the model's state that it does not
+        know.
 
         Raises:
             PruneError: if gates are NaN or infinite: such a checkpoint must not replace a good one.
@@ -367,13 +377,13 @@ class Pruner(PruningRun):
         """
         flat = self._flat()
         check_finite(self._named_alphas(), torch.cat([flat, self._stepper.worth.to(flat)]))
-        return self._state()
+        return {**self.current_state(), "history": copy.deepcopy(self.history)}
 
     def load_state_dict(self, state: State) -> None:
         """Resume from the state that `state_dict` returned.
 
-        Load it before the states of the model and the optimizer: after a `compact()` it brings the
-        model to the widths that those states have.
+        Loading the model's own state does that, too. Otherwise load this one first: after a
+        `compact()` it brings the model to the widths that the other states have.
 
         Args:
             state: what `state_dict` returned in a run with the same model and settings.
@@ -384,5 +394,7 @@ class Pruner(PruningRun):
         Example:
             >>> pruner.load_state_dict(state)
         """
-        check_state(state, self._state(), self.graph, self._steering.deadline)
-        self._restore(state)
+        own = self.current_state()
+        self._restore(check_state(state, own, self.graph, self._steering.deadline))
+        self._step_check.accept()
+        self._note_step()

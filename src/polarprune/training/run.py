@@ -25,14 +25,16 @@ from ..gates.install import install
 from ..surgery.proof import example_for
 from ..tracing.model_state import Example
 from ..validation.optimizers import check_optimizers
+from ..validation.pruner_state import check_state
 from ..validation.run import check_finite, check_prunable
+from .carried_state import carry_state
 from .compaction import Compaction
 from .export import Exporter
 from .schedule import Schedule
+from .state_bytes import State
 from .steering import Progress, Row, Steering
+from .step_check import StepCheck, note_step
 from .stepper import Stepper
-
-State = dict[str, Any]  # of a pruner: tensors and plain data
 
 
 class PruningRun:
@@ -78,7 +80,9 @@ class PruningRun:
         self._optimizer: Optimizer | None = None
         self._others: tuple[Optimizer, ...] = ()
         self._lr: float | None = None
+        self._step_check = StepCheck()
         self._steering.look(0.0)
+        carry_state(model, self)
 
     def _build_budget(self) -> None:
         """Set up the limits, and measure the latency if that is limited; refuse what is too low."""
@@ -123,12 +127,27 @@ class PruningRun:
         """Return the gates' learning rate: a tensor if the optimizer's step is captured."""
         if self._optimizer is None:
             return self._lr or 0.0
+        rate: float | Tensor = self._gate_group(self._optimizer)["lr"]
+        return rate
+
+    def _gate_group(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the parameter group that holds the (first) gates."""
         first = id(self._stepper.alphas[0])
-        for group in self._optimizer.param_groups:
+        for group in optimizer.param_groups:
             if any(id(p) == first for p in group["params"]):
-                rate: float | Tensor = group["lr"]
-                return rate
+                return group
         raise AssertionError("attach made sure that the optimizer holds the gates")
+
+    def _before_step(self) -> None:
+        """Refuse a step too many, or one with parts of different checkpoints."""
+        group = None if self._optimizer is None else self._gate_group(self._optimizer)
+        self._step_check(self.step_count, group)
+        self._check_steps_left()
+
+    def _note_step(self) -> None:
+        """Write the number of steps done where the state of the optimizer has it, too."""
+        if self._optimizer is not None:
+            note_step(self._gate_group(self._optimizer), self.step_count)
 
     # --- progress ---------------------------------------------------------------------------------
 
@@ -213,7 +232,8 @@ class PruningRun:
 
     # --- resuming ---------------------------------------------------------------------------------
 
-    def _state(self) -> State:
+    def current_state(self) -> State:
+        """Return the state; its history is that of the pruner, not a copy."""
         sizes = [group.size for group in self.graph.prunable.values()]
         compaction = self._compaction
         return {
@@ -227,9 +247,22 @@ class PruningRun:
             "compacted": compaction.share,
             "given_up": compaction.gave_up,
             "stepper": self._stepper.state(),
-            "history": copy.deepcopy(self.history),
+            "history": self.history,
             **({"latency": self._stopwatch.state()} if self._stopwatch else {}),
         }
+
+    def resume(self, state: object) -> None:
+        """Check a state that came with the model's, and continue from it."""
+        self._restore(check_state(state, self.current_state(), self.graph, self._steering.deadline))
+        self._step_check.model_loaded()
+
+    def check_loaded_gates(self) -> None:
+        """Compare the gates with the state after a state dict was loaded into the model."""
+        self._step_check.gates_loaded(own=self._stepper.has_own_gates())
+
+    def add_copy(self, model: nn.Module) -> None:
+        """Get to know a copy of the gated model."""
+        self._compaction.add_copy(model)
 
     def _restore(self, state: State) -> None:
         """Continue from a state that was checked."""

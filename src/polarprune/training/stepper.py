@@ -100,6 +100,12 @@ class Stepper:
         torch._foreach_copy_(list[Tensor](self.alphas), list(pieces))
 
     @torch.no_grad()
+    def has_own_gates(self) -> bool:
+        """Return whether α is as it was last written: nothing else has changed it."""
+        self.follow_device()
+        return torch.equal(self.flat().to(self.before.dtype), self.before)
+
+    @torch.no_grad()
     def set_step(self, step: int) -> None:
         """Write ε, and the weight of the next gradient in `worth`, for `step` steps done."""
         self.eps.fill_(self.schedule.eps(step, self.steps))
