@@ -129,6 +129,7 @@ ORDER: dict[str, list[str]] = {
         "pruner",
     ],
     "files": ["deployment", "untrusted", "old_versions", "writing", "model_file"],
+    "integrations": ["gate_group", "loggers", "accelerate", "lightning", "transformers"],
     "experiments": ["networks", "processes", "settings", "data", "methods", "presets", "runs"],
     "cli": [
         "arguments",
