@@ -206,6 +206,16 @@ def test_what_a_pruner_cannot_follow_is_refused(
         trainer(tmp_path, **options)
 
 
+def test_sharded_parameters_are_refused(tmp_path: Path) -> None:
+    class Sharded(PruningTrainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            self.is_fsdp_enabled = True
+
+    with pytest.raises(pp.PruneError, match="FSDP and DeepSpeed make other parameters"):
+        trainer(tmp_path, kind=Sharded)
+
+
 def test_there_is_no_small_model_before_the_training(tmp_path: Path) -> None:
     with pytest.raises(pp.PruneError, match="no pruner yet; call train"):
         trainer(tmp_path).export()
