@@ -214,8 +214,8 @@ class HuggingFace(Training):
 
     @property
     def pruner(self) -> pp.Pruner:
-        assert self.trainer.pruner is not None
-        return self.trainer.pruner
+        found: pp.Pruner = self.trainer.pruner
+        return found
 
     def train(self, until: int = EPOCHS, *, resume: bool = False) -> None:
         self.trainer.add_callback(StopAndSave(until))

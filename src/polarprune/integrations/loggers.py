@@ -14,14 +14,14 @@ from ..training.steering import Row
 def watch(pruner: Pruner, logger: Any, *, prefix: str = "pruning") -> None:
     """Send every new row of `pruner.history` to a logger.
 
-    TensorBoard's writers get scalars and a histogram of the gates, Lightning's loggers a call of
-    `log_metrics`, objects or modules with `log(dict)` (Weights & Biases, trackio, a `Trainer` of
-    Hugging Face) and functions a dict of numbers that includes the step.
+    TensorBoard's writers get scalars and a histogram of the gates; objects or modules with
+    `log(dict)` (Weights & Biases, trackio, a `Trainer` of Hugging Face) and functions a dict of
+    numbers that includes the step; Lightning's loggers and MLflow a call of `log_metrics`.
 
     Args:
         pruner: the pruner to watch.
-        logger: a `SummaryWriter`, a logger of Lightning, an object or module with `log(dict)`, or a
-            function that takes a dict.
+        logger: a `SummaryWriter`, an object or module with `log(dict)` or
+            `log_metrics(dict, step=...)`, or a function that takes a dict.
         prefix: stands before every name, as in `pruning/macs`.
 
     Raises:
@@ -40,9 +40,10 @@ def watch(pruner: Pruner, logger: Any, *, prefix: str = "pruning") -> None:
 def _receiver(logger: Any, prefix: str) -> Callable[[Row], None]:
     if hasattr(logger, "add_scalar") and hasattr(logger, "add_histogram_raw"):
         return lambda row: _write(logger, _numbers(row, prefix), row, prefix)
-    if hasattr(logger, "log_metrics"):
+    log = getattr(logger, "log", None)
+    if log is None and hasattr(logger, "log_metrics"):
         return lambda row: _log_metrics(logger, row, prefix)
-    log = getattr(logger, "log", logger)
+    log = logger if log is None else log
     if not callable(log) or not _takes_a_dict(log):
         raise PruneError(
             f"watch: {type(logger).__name__} has no log(dict). Give a SummaryWriter, an object or "

@@ -42,7 +42,7 @@ class PruningTrainer(Trainer):
         **kwargs: as for `Trainer`; `model_init` is not possible.
 
     Attributes:
-        pruner: the `Pruner`, once `train` has been called; before that, None.
+        pruner: the `Pruner`, also before `train`.
 
     Raises:
         PruneError: if the arguments exclude pruning; from `train`, as `Pruner` does.
@@ -62,7 +62,7 @@ class PruningTrainer(Trainer):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.pruning, self.example_inputs = dict(pruning), example_inputs
-        self.pruner: Pruner | None = None
+        self._pruner: Pruner | None = None
         self._attached = False
         self._check()
 
@@ -86,14 +86,20 @@ class PruningTrainer(Trainer):
                 "train with DistributedDataParallel (torchrun, without these options)."
             )
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as `Trainer` does, with gates in the model."""
-        if self.pruner is None:
+    @property
+    def pruner(self) -> Pruner:
+        """The pruner. At the first use, at the latest in `train`, gates are installed."""
+        if self._pruner is None:
             loader = self.get_train_dataloader()
             steps = self.set_initial_training_values(self.args, loader)[-1]
             example = self._first_batch(loader)
-            self.pruner = Pruner(self.model, example, **{"steps": steps, **self.pruning})
-            self.add_callback(_BestWithinBudget(self.pruner))
+            self._pruner = Pruner(self.model, example, **{"steps": steps, **self.pruning})
+            self.add_callback(_BestWithinBudget(self._pruner))
+        return self._pruner
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as `Trainer` does, with gates in the model."""
+        assert self.pruner.gates  # installed before weights are loaded and the optimizer is made
         return super().train(*args, **kwargs)
 
     def _first_batch(self, loader: Any) -> Example:
@@ -107,7 +113,7 @@ class PruningTrainer(Trainer):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
         """Make the optimizer as `Trainer` does, move the gates, and attach the pruner."""
         optimizer: Optimizer = super().create_optimizer(*args, **kwargs)
-        if self.pruner is not None and not self._attached:
+        if not self._attached:
             separate_gates(self.pruner, optimizer)
             self.pruner.attach(optimizer)
             self._attached = True
@@ -128,14 +134,12 @@ class PruningTrainer(Trainer):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log as `Trainer` does, and add the share of the MACs and parameters that is left."""
-        row = self.pruner.history[-1] if self.pruner is not None else {}
+        row = self._pruner.history[-1] if self._pruner is not None else {}
         left = {f"{key}_left": row[key] for key in ("macs", "params") if key in row}
         super().log({**logs, **left}, *args, **kwargs)
 
     def export(self) -> nn.Module:
         """Return the small model, as `Pruner.export` does."""
-        if self.pruner is None:
-            raise PruneError("PruningTrainer: there is no pruner yet; call train() first.")
         return self.pruner.export()
 
 

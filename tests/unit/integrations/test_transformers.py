@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 
 import polarprune as pp
+from polarprune.integrations.loggers import watch
 from polarprune.integrations.transformers import PruningTrainer
 from tests.helpers.adapters import BATCH, BATCHES, EPOCHS, STEPS, Digits, StopAndSave, WithLoss
 from tests.helpers.nets import digits_resnet
@@ -216,6 +217,14 @@ def test_sharded_parameters_are_refused(tmp_path: Path) -> None:
         trainer(tmp_path, kind=Sharded)
 
 
-def test_there_is_no_small_model_before_the_training(tmp_path: Path) -> None:
-    with pytest.raises(pp.PruneError, match="no pruner yet; call train"):
+def test_the_trainer_itself_can_watch_its_pruner(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    watch(made.pruner, made)
+    made.train()
+    rows = [row for row in made.state.log_history if "pruning/step" in row]
+    assert [row["pruning/macs"] for row in rows] == [r["macs"] for r in made.pruner.history[1:]]
+
+
+def test_an_export_before_the_training_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(pp.PruneError, match="the budget is not met yet"):
         trainer(tmp_path).export()
