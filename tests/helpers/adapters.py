@@ -60,12 +60,13 @@ class Training(ABC):
 
     Args:
         folder: where the framework writes its checkpoints.
+        seed: of the weights.
         **settings: of the pruner.
     """
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
-        self.folder, self.settings = folder, settings
-        torch.manual_seed(1)
+    def __init__(self, folder: Path, seed: int = 1, **settings: Any) -> None:
+        self.folder = folder
+        torch.manual_seed(seed)
         self.net = digits_resnet(8)
 
     @property
@@ -94,8 +95,8 @@ class Training(ABC):
 class PlainLoop(Training):
     """The loop of the README; only the states of the model and the optimizer are stored."""
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
-        super().__init__(folder, **settings)
+    def __init__(self, folder: Path, seed: int = 1, **settings: Any) -> None:
+        super().__init__(folder, seed)
         self._pruner = pp.Pruner(self.net, EXAMPLE, steps=STEPS, **settings)
         groups = self._pruner.param_groups(lr=0.05, weight_decay=5e-4)
         self.optimizer = torch.optim.SGD(groups, momentum=0.9)
@@ -147,8 +148,8 @@ class StopAfter(lightning.Callback):
 
 
 class Lightning(Training):
-    def __init__(self, folder: Path, **settings: Any) -> None:
-        super().__init__(folder, **settings)
+    def __init__(self, folder: Path, seed: int = 1, **settings: Any) -> None:
+        super().__init__(folder, seed)
         self.module, self.callback = Classifier(self.net), PruningCallback(**settings)
 
     @property
@@ -194,8 +195,8 @@ class StopAndSave(transformers.TrainerCallback):
 
 
 class HuggingFace(Training):
-    def __init__(self, folder: Path, **settings: Any) -> None:
-        super().__init__(folder, **settings)
+    def __init__(self, folder: Path, seed: int = 1, **settings: Any) -> None:
+        super().__init__(folder, seed)
         args = transformers.TrainingArguments(
             str(folder),
             num_train_epochs=EPOCHS,
@@ -232,8 +233,8 @@ class HuggingFace(Training):
 
 
 class Accelerate(Training):
-    def __init__(self, folder: Path, **settings: Any) -> None:
-        super().__init__(folder, **settings)
+    def __init__(self, folder: Path, seed: int = 1, **settings: Any) -> None:
+        super().__init__(folder, seed)
         self.accelerator = accelerate.Accelerator(cpu=True)
         steps = optimizer_steps(self.accelerator, loader(), EPOCHS)
         self._pruner = pp.Pruner(self.net, EXAMPLE, steps=steps, **settings)

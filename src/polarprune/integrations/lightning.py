@@ -81,6 +81,11 @@ class PruningCallback(Callback):
                 "the callback again, and call trainer.fit(ckpt_path=...); to train on, fit a "
                 "module that holds callback.export(), without the callback."
             )
+        if trainer.strategy.restore_checkpoint_after_setup:
+            raise PruneError(
+                f"PruningCallback: {type(trainer.strategy).__name__} makes other parameters than "
+                f"the module has; train on one device, or with strategy='ddp'."
+            )
         load, prepare = pl_module.on_load_checkpoint, trainer.strategy.setup
 
         def on_load_checkpoint(checkpoint: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
@@ -28,8 +29,9 @@ pytestmark = [
 
 def fit(module: Any, callback: Any, *callbacks: Any, epochs: int = 2, **options: Any) -> Any:
     options = {"logger": False, "enable_checkpointing": False, **options}
+    if "strategy" not in options:
+        options["accelerator"] = "cpu"
     trainer = lightning.Trainer(
-        accelerator="cpu",
         max_epochs=epochs,
         callbacks=[callback, *callbacks],
         enable_progress_bar=False,
@@ -138,6 +140,14 @@ def test_a_second_model_is_refused() -> None:
     fit(Classifier(digits_resnet(8)), callback)
     with pytest.raises(pp.PruneError, match=r"has pruned a model already\. To resume, build"):
         fit(Classifier(digits_resnet(8)), callback)
+
+
+def test_strategies_that_make_other_parameters_are_refused() -> None:
+    class Sharded(SingleDeviceStrategy):
+        restore_checkpoint_after_setup = True
+
+    with pytest.raises(pp.PruneError, match="Sharded makes other parameters than the module has"):
+        fit(Classifier(digits_resnet(8)), PruningCallback(macs=0.5), strategy=Sharded("cpu"))
 
 
 def test_an_example_is_needed() -> None:
