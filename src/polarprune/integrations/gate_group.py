@@ -8,23 +8,27 @@ from torch.optim import Optimizer
 from ..training.pruner import Pruner
 
 
-def separate_gates(pruner: Pruner, optimizer: Optimizer) -> None:
+def separate_gates(pruner: Pruner, optimizer: Optimizer, *, taken: bool = False) -> bool:
     """Move the gates into a group that learns at a tenth of the rate, without weight decay.
 
     Call it before schedulers are made. Whatever rate a scheduler sets, the gates' rate stays a
-    fixed fraction of the rate of the weights. An optimizer of other weights gets no gates, and the
-    second optimizer of a model with several only loses them.
+    fixed fraction of the rate of the weights.
 
     Args:
         pruner: its gates are moved.
         optimizer: holds weights of the pruner's model, and perhaps gates among them.
+        taken: another optimizer has the gates; this one only loses those that it holds.
+
+    Returns:
+        Whether this optimizer has the gates now. It does not get them if it holds no weights of the
+        pruner's model.
     """
     gates = {id(gate.alpha): gate.alpha for gate in pruner.gates.values()}
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if id(p) not in gates]
-    weights = _group_of_weights(pruner.model, optimizer)
+    weights = None if taken else _group_of_weights(pruner.model, optimizer)
     if weights is None:
-        return
+        return False
     fraction, rate = pruner.schedule.gate_lr, optimizer.param_groups[weights]["lr"]
     own = {"params": list(gates.values()), "lr": rate * fraction, "weight_decay": 0.0}
     optimizer.add_param_group(own)
@@ -37,6 +41,7 @@ def separate_gates(pruner: Pruner, optimizer: Optimizer) -> None:
             given.param_groups[place]["lr"] = rate * fraction
 
     optimizer.register_step_pre_hook(follow)
+    return True
 
 
 def _group_of_weights(model: nn.Module, optimizer: Optimizer) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -59,6 +58,7 @@ class PruningCallback(Callback):
     ) -> None:
         self.example_inputs, self.module, self.settings = example_inputs, module, settings
         self._pruner: Pruner | None = None
+        self._holder: Optimizer | None = None  # of the gates
 
     @property
     def pruner(self) -> Pruner:
@@ -94,7 +94,7 @@ class PruningCallback(Callback):
 
         def strategy_setup(trainer: Trainer) -> None:
             self._build(trainer, pl_module)
-            with optimizers_reported(partial(separate_gates, self.pruner)):
+            with optimizers_reported(self._place_gates):
                 prepare(trainer)  # wraps the model, and calls configure_optimizers
 
         pl_module.on_load_checkpoint = on_load_checkpoint
@@ -116,14 +116,20 @@ class PruningCallback(Callback):
         settings = {"steps": trainer.estimated_stepping_batches, **self.settings}
         self._pruner = Pruner(pl_module.get_submodule(self.module), example, **settings)
 
+    def _place_gates(self, optimizer: Optimizer) -> None:
+        """Give the gates to the first optimizer that holds weights of the pruned model."""
+        if separate_gates(self.pruner, optimizer, taken=self._holder is not None):
+            self._holder = optimizer
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach the pruner, and let the trainer's loggers watch it."""
         del pl_module.on_load_checkpoint, trainer.strategy.setup  # their own again
-        gates = {id(gate.alpha) for gate in self.pruner.gates.values()}
-
-        def weights_only(optimizer: Optimizer) -> bool:
-            return not any(id(p) in gates for g in optimizer.param_groups for p in g["params"])
-
-        self.pruner.attach(*sorted(trainer.optimizers, key=weights_only))
+        if self._holder is None:
+            raise PruneError(
+                "PruningCallback: configure_optimizers made no optimizer of torch that holds "
+                "weights of the pruned model."
+            )
+        others = [one for one in trainer.optimizers if one is not self._holder]
+        self.pruner.attach(self._holder, *others)
         for logger in trainer.loggers:
             watch(self.pruner, logger)

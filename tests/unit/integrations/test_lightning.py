@@ -107,14 +107,26 @@ class Late(Classifier):
         return [torch.optim.SGD(part.parameters(), lr=0.05, weight_decay=0.1) for part in both]
 
 
-def test_the_optimizer_of_the_pruned_part_gets_the_gates() -> None:
-    callback = PruningCallback(EXAMPLE, module="net", macs=0.5, compact="auto")
+@pytest.mark.parametrize("part", ["", "net"])
+def test_one_of_several_optimizers_gets_the_gates(part: str) -> None:
+    """The whole module is pruned, of which each optimizer holds a part, or one part of it."""
+    callback = PruningCallback(EXAMPLE, module=part, macs=0.5, compact="auto")
     module = Late()
+    module.forward = lambda images: module.head(module.net(images))  # type: ignore[method-assign]
     trainer = fit(module, callback, epochs=5)
-    head, net = trainer.optimizers
-    assert [len(one.param_groups) for one in (head, net)] == [1, 2]
+    assert [len(one.param_groups) for one in trainer.optimizers] == ([1, 2] if part else [2, 1])
+    gates = {id(gate.alpha) for gate in callback.pruner.gates.values()}
+    held = [id(p) for one in trainer.optimizers for g in one.param_groups for p in g["params"]]
+    assert len(held) == len(set(held)) and gates <= set(held)
     assert callback.pruner.step_count == STEPS and share(callback.pruner)["macs"] <= 0.5
-    assert callback.pruner.compactions and type(callback.export()) is type(module.net)
+    assert callback.pruner.compactions and callback.export() is not None
+
+
+def test_a_module_without_an_optimizer_of_torch_is_refused() -> None:
+    module = Classifier(digits_resnet(8))
+    module.configure_optimizers = lambda: None  # type: ignore[method-assign]
+    with pytest.raises(pp.PruneError, match="made no optimizer of torch that holds weights"):
+        fit(module, PruningCallback(macs=0.5))
 
 
 def test_the_trainers_loggers_get_the_rows(tmp_path: Path) -> None:
