@@ -119,6 +119,7 @@ ORDER: dict[str, list[str]] = {
         "carried_state",
         "step_check",
         "rebuild",
+        "copies",
         "compaction",
         "export",
         "schedule",

@@ -23,14 +23,15 @@ def adam(pruner: pp.Pruner) -> torch.optim.Optimizer:
 OPTIMIZERS = {"sgd": sgd, "adam": adam}
 
 
-def build(optimizer: str = "sgd", **settings: Any) -> Parts:
+def build(optimizer: str = "sgd", *, attached: bool = True, **settings: Any) -> Parts:
     """In the order in which states are loaded."""
     torch.manual_seed(1)
     model = digits_resnet(8)
     settings = {"macs": 0.3, "steps": STEPS, **settings}
     pruner = pp.Pruner(model, torch.zeros(2, 1, 8, 8), **settings)
     chosen = OPTIMIZERS[optimizer](pruner)
-    pruner.attach(chosen)
+    if attached:
+        pruner.attach(chosen)
     return pruner, model, chosen
 
 

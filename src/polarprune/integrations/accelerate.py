@@ -14,7 +14,6 @@ from ..validation.optional_packages import missing_package
 try:
     from accelerate import Accelerator
     from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
-    from accelerate.optimizer import AcceleratedOptimizer
 except ImportError as error:
     raise missing_package(
         "accelerate", needed_for="polarprune.integrations.accelerate", extra="accelerate"
@@ -83,12 +82,7 @@ def attach(
             f"accumulated over {accelerator.gradient_accumulation_steps} batches. Build the Pruner "
             f"with steps=optimizer_steps(accelerator, loader, epochs)."
         )
-    pruner.attach(*(_raw(one) for one in (optimizer, *others)))
-
-
-def _raw(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer inside the wrapper of accelerate, which has no hooks."""
-    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+    pruner.attach(optimizer, *others)
 
 
 def _batches(accelerator: Accelerator, loader: Any) -> int:

@@ -99,6 +99,10 @@ class PruningCallback(Callback):
 
         pl_module.on_load_checkpoint = on_load_checkpoint
         trainer.strategy.setup = strategy_setup
+        late = "configure_model", "setup"  # hooks that may make the network
+        kind = type(pl_module)
+        if all(getattr(kind, hook) is getattr(LightningModule, hook) for hook in late):
+            self._build(trainer, pl_module)  # now, for callbacks that copy the module
 
     def _build(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Build the pruner, unless that was done when a checkpoint was loaded."""

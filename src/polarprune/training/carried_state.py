@@ -29,8 +29,8 @@ class Run(Protocol):
     def check_loaded_gates(self) -> None:
         """Compare the gates with the state after a state dict was loaded."""
 
-    def add_copy(self, model: nn.Module) -> None:
-        """Get to know a copy of the gated model."""
+    def add_copy(self, source: nn.Module, copy: nn.Module) -> None:
+        """Get to know a deep copy of the gated model, or of a copy of it."""
 
 
 class CarriedState:
@@ -94,9 +94,9 @@ class CarriedState:
         original = None if self.model is None else self.model()
         run = None if self.origin is None else self.origin()
         model = memo.get(id(original))
-        if run is None or not isinstance(model, nn.Module):
+        if run is None or original is None or not isinstance(model, nn.Module):
             return self.inert()
-        run.add_copy(model)
+        run.add_copy(original, model)
         return CarriedState(model, None, self.origin)
 
     def __reduce__(self) -> tuple[object, ...]:

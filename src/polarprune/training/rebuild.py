@@ -138,14 +138,19 @@ def check_optimizer_state(optimizer: Optimizer) -> None:
                 )
 
 
-def check_copy(copy: nn.Module, model: nn.Module) -> None:
-    """Refuse a model that is no copy of the gated model."""
-    shapes = [{k: v.shape for k, v in named_tensors(m)} for m in (copy, model)]
-    if shapes[0] != shapes[1]:
+def same_shapes(one: nn.Module, other: nn.Module) -> bool:
+    """Return whether two models have tensors of the same names and shapes."""
+    shapes = [{name: x.shape for name, x in named_tensors(model)} for model in (one, other)]
+    return shapes[0] == shapes[1]
+
+
+def check_copy(where: str, copy: object, model: nn.Module) -> None:
+    """Refuse what is no copy of the gated model."""
+    if not isinstance(copy, nn.Module) or not same_shapes(copy, model):
         raise PruneError(
-            f"compact: one of the copies ({type(copy).__name__}) is not a copy of the gated model "
-            f"as it is now. Copy the model after the Pruner was built, and keep the copy in "
-            f"pruner.copies. Nothing was changed."
+            f"{where}: {type(copy).__name__} is not a copy of the gated model as it is now. Copy "
+            f"the model after the Pruner was built, and keep the copy in pruner.copies, so that "
+            f"compact() cuts it, too. Nothing was changed."
         )
 
 

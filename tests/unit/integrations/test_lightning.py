@@ -172,3 +172,15 @@ def test_an_example_is_needed() -> None:
 def test_there_is_no_small_model_before_the_training() -> None:
     with pytest.raises(pp.PruneError, match=r"no pruner yet; call trainer\.fit first"):
         PruningCallback(macs=0.5).export()
+
+
+def test_averaged_weights_of_lightning_take_part() -> None:
+    """Lightning copies the averages into the module when the training ends."""
+    average = lightning.callbacks.EMAWeightAveraging(decay=0.9)
+    callback = PruningCallback(macs=0.3, compact="auto")
+    module = Classifier(digits_resnet(8))
+    fit(module, callback, average, epochs=5)
+    assert callback.pruner.compactions and share(callback.pruner)["macs"] <= 0.3
+    small = callback.export()
+    with torch.no_grad():
+        assert torch.allclose(small.eval()(EXAMPLE), module.eval()(EXAMPLE), atol=1e-5)
