@@ -123,6 +123,7 @@ LAMBDA = 4  # of all ablations in plain mode
 SEARCHED = (0.5, 1, 2, 4, 8)  # λ of the short runs from which that of a long one is read
 PAPER_DECAY, PAPER_EPOCHS = 0.96, 350  # of ε an epoch, on CIFAR-10
 NETWORKS = ("resnet56", "vgg16", "mobilenetv2")
+STEERED = (("resnet56", COMMON), ("vgg16", "vgg16-31"))  # networks, and whose baseline they have
 CLAIMS = (("resnet56", 0.4665), ("resnet56", 0.3436), ("vgg16", 0.3055), ("mobilenetv2", 0.5378))
 
 
@@ -164,11 +165,12 @@ EXPERIMENTS = {
     COMMON: Experiment("resnet56", keeps=True),
     **{
         f"resnet56-47-seed{seed}": Experiment(
-            "resnet56", 0.4665, seed, ships="" if seed else "resnet56-47"
+            "resnet56", 0.4665, seed, after=COMMON, ships="" if seed else "resnet56-47"
         )
         for seed in range(3)
     },
-    "resnet56-34": Experiment("resnet56", 0.3436, after="resnet56-47-seed0", ships="resnet56-34"),
+    "resnet56-34": Experiment("resnet56", 0.3436, after=COMMON, ships="resnet56-34"),
+    "resnet56-20": Experiment("resnet56", 0.2, after=COMMON, change=(f"epochs={COMPARED}",)),
     "vgg16-31": Experiment("vgg16", 0.3055, ships="vgg16-31"),
     "mobilenetv2-54": Experiment("mobilenetv2", 0.5378, ships="mobilenetv2-54"),
     "mobilenetv2_88m-54": Experiment("mobilenetv2_88m", 0.5378, ships="mobilenetv2_88m-54"),
@@ -226,6 +228,13 @@ EXPERIMENTS = {
         )
         for norm, lam in NORMS
         for alpha in ALPHAS
+    },
+    **{  # the steering of short runs, from the baselines of the table
+        f"steering-{network}-{100 * macs:.0f}": Experiment(
+            network, macs, after=after, change=(f"epochs={SHORT}", "scored=1")
+        )
+        for network, after in STEERED
+        for macs in (0.7, 0.1)
     },
     # the same in the paper's plain mode
     "plain-reference": plain(tune=TUNED_SHORT),

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -202,9 +203,13 @@ class Run:
         results = {key: card[key] for key in ("table", "identical_predictions")}
         results |= {"test_images": card["scored_on"], **environment()}
         report = dataclasses.replace(report, results=results)
-        if self.writes:
-            write_text(self.out / "report.json", report.to_json())
+        if not self.writes:
+            return
+        write_text(self.out / "report.json", report.to_json())
+        try:
             write_text(self.out / "report.html", report.to_html())
+        except PruneError as error:  # a training is not lost because a package for its page is
+            warnings.warn(f"{error} report.json was written.", stacklevel=2)
 
     def _pruner(self, model: nn.Module, steps: int, limits: Limits) -> Pruner:
         return Pruner(
