@@ -113,6 +113,7 @@ ORDER: dict[str, list[str]] = {
     ],
     "report": ["facts", "plots", "svg", "page", "text", "report"],
     "training": [
+        "parameter_groups",
         "proximal",
         "state_bytes",
         "carried_state",
@@ -130,6 +131,7 @@ ORDER: dict[str, list[str]] = {
         "pruner",
     ],
     "files": ["deployment", "untrusted", "old_versions", "writing", "model_file"],
+    "integrations": ["gate_group", "loggers", "accelerate", "lightning", "transformers"],
     "experiments": ["networks", "processes", "settings", "data", "methods", "presets", "runs"],
     "cli": [
         "arguments",
@@ -330,8 +332,9 @@ def test_the_door_has_exactly_eight_names() -> None:
     assert public == DOOR
 
 
-def test_importing_the_library_imports_no_tool_of_the_command_line() -> None:
-    tools = ["jinja2", "matplotlib", "rich", "typer", "sklearn"]
+def test_importing_the_library_imports_no_extra() -> None:
+    tools = ["jinja2", "matplotlib", "rich", "typer", "sklearn", "lightning", "transformers"]
+    tools += ["accelerate", "tensorboard", "polarprune.integrations"]
     code = f"import sys, polarprune; print([tool for tool in {tools} if tool in sys.modules])"
     environment = {**os.environ, "PYTHONPATH": str(ROOT.parent)}
     done = subprocess.run(

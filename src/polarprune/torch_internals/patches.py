@@ -227,3 +227,20 @@ class OneThreadTracer(fx.Tracer):
         if threading.get_ident() != self._thread:
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+
+@contextmanager
+def optimizers_reported(report: Callable[[torch.optim.Optimizer], None]) -> Iterator[None]:
+    """Call `report` with each optimizer that code makes, once it has its parameter groups.
+
+    That is the last moment at which groups can be added freely: schedulers that are made later
+    count them.
+    """
+    make = torch.optim.Optimizer.__init__
+
+    def reporting(optimizer: torch.optim.Optimizer, *args: object, **kwargs: object) -> None:
+        make(optimizer, *args, **kwargs)  # type: ignore[arg-type]
+        report(optimizer)
+
+    with _replaced(torch.optim.Optimizer, {"__init__": _in_this_thread(make, reporting)}):
+        yield

@@ -27,6 +27,7 @@ from ..validation.arguments import check_keywords, check_schedule, check_setting
 from ..validation.optimizers import check_gates, check_known, check_rates, raw_optimizers
 from ..validation.pruner_state import check_state
 from ..validation.run import check_done, check_finite, check_weights, warn_of_early_export
+from .parameter_groups import NoDecay, weight_groups
 from .rebuild import check_held
 from .run import PruningRun
 from .schedule import Schedule
@@ -61,7 +62,8 @@ class Pruner(PruningRun):
     Attributes:
         gates: the gate of each prunable group, by group name.
         graph: what `trace` found.
-        history: one row for every look at the gates: step, shares of the cost, closed gates, ε, λ.
+        history: one row for every look at the gates (docs/trainers.md lists the keys).
+        watchers: functions that are called with every new row of `history`.
         landing: the gates and the share of the MACs that were closed at once at the deadline.
         proof: the largest difference that the last `export` found, for every mode.
         copies: copies of the gated model, such as averaged weights, that `compact` cuts besides
@@ -126,20 +128,22 @@ class Pruner(PruningRun):
     # --- in the training loop ---------------------------------------------------------------------
 
     def param_groups(
-        self, lr: float, weight_decay: float | None = None, **kw: Any
+        self, lr: float, weight_decay: float | None = None, *, no_decay: NoDecay = False, **kw: Any
     ) -> list[dict[str, Any]]:
         """Return parameter groups for an optimizer: the model's weights, and the gates.
 
         Args:
             lr: the learning rate of the weights. Gates learn with a tenth of it.
             weight_decay: of the weights; by default what the optimizer uses. Gates have none.
+            no_decay: parameters without weight decay: True for biases and the parameters of norms
+                (all with fewer than two dimensions), or patterns of names, as ["*.bias"].
             **kw: other options of the groups.
 
         Returns:
-            Two groups, weights first.
+            Two groups, weights first and gates last; between them the weights without decay.
 
         Raises:
-            PruneError: if a rate is not a finite number from 0 on.
+            PruneError: if a rate is not a finite number from 0 on, or a pattern matches nothing.
 
         Example:
             >>> optimizer = torch.optim.SGD(pruner.param_groups(lr=0.1, weight_decay=5e-4))
@@ -147,14 +151,10 @@ class Pruner(PruningRun):
         check_rates(lr, weight_decay, kw)
         self._follow_sharding()
         alphas = self._stepper.alphas
-        mine = {id(alpha) for alpha in alphas}
-        rest = [p for p in self.model.parameters() if id(p) not in mine]
-        gate_lr = self._lr = lr * self.schedule.gate_lr
         decay = {} if weight_decay is None else {"weight_decay": weight_decay}
-        return [
-            {"params": rest, "lr": lr, **kw, **decay},
-            {**kw, "params": alphas, "lr": gate_lr, "weight_decay": 0.0},
-        ]
+        weights = weight_groups(self.model, alphas, {"lr": lr, **kw, **decay}, no_decay)
+        gate_lr = self._lr = lr * self.schedule.gate_lr
+        return [*weights, {**kw, "params": alphas, "lr": gate_lr, "weight_decay": 0.0}]
 
     def attach(self, optimizer: Optimizer, *others: Optimizer) -> None:
         """Move the gates after every real step of this optimizer.

@@ -239,6 +239,11 @@ class PruningRun:
         return self._steering.progress.history
 
     @property
+    def watchers(self) -> list[Callable[[Row], object]]:
+        """Functions that are called with every new row of the history."""
+        return self._steering.watchers
+
+    @property
     def compactions(self) -> int:
         """How many times the model was compacted; each time its shapes changed."""
         return self._compaction.count

@@ -7,6 +7,7 @@ next, and a row is added to the history. At the deadline the budget is met for g
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +56,10 @@ class Steering:
         steps: the number of optimizer steps of the run.
         lam: λ of the paper's plain mode, or None with a budget.
         stopwatch: measures the latency, where that is limited.
+
+    Attributes:
+        progress: how far the run is.
+        watchers: functions that are called with every new row of the history.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class Steering:
         self.graph, self.budget, self.stepper = graph, budget, stepper
         self.schedule, self.steps, self.lam, self.stopwatch = schedule, steps, lam, stopwatch
         self.progress = Progress()
+        self.watchers: list[Callable[[Row], object]] = []
         self._controller = Controller(budget, schedule, steps)
         self._every = max(1, steps // _LOOKS)
         self._learned = self._warned = False
@@ -184,17 +190,18 @@ class Steering:
         eps = self.schedule.eps(self.progress.step, self.steps)
         values = gate_value(alpha, eps)
         share = self.graph.cost.share(n)
-        self.progress.history.append(
-            {
-                "step": self.progress.step,
-                **{key: value for key, value in share.items() if key != "memory"},
-                "closed": int((alpha == 0).sum()),
-                "between": int(((values > 0) & (values <= 0.5)).sum()),
-                "eps": eps,
-                "lam": self._lambda(n, gate_lr),
-                "histogram": torch.histc(values, _BINS, 0, 1).int().tolist(),
-            }
-        )
+        row = {
+            "step": self.progress.step,
+            **{key: value for key, value in share.items() if key != "memory"},
+            "closed": int((alpha == 0).sum()),
+            "between": int(((values > 0) & (values <= 0.5)).sum()),
+            "eps": eps,
+            "lam": self._lambda(n, gate_lr),
+            "histogram": torch.histc(values, _BINS, 0, 1).int().tolist(),
+        }
+        self.progress.history.append(row)
+        for watcher in self.watchers:
+            watcher(dict(row))
 
     def _lambda(self, n: Tensor, gate_lr: float) -> float:
         """Return λ; with a budget, the λ whose proximal step would shrink gates as fast."""

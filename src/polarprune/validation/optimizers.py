@@ -23,8 +23,9 @@ def raw_optimizers(given: Iterable[object], where: str = "attach") -> list[Optim
     found = []
     for one in given:
         raw = one
-        while not _has_hooks(raw) and getattr(raw, "optimizer", raw) is not raw:
-            raw = getattr(raw, "optimizer", raw)
+        # A scheduler holds an optimizer, too, but no parameter groups.
+        while not _has_hooks(raw) and hasattr(raw, "param_groups") and hasattr(raw, "optimizer"):
+            raw = raw.optimizer
         if not (isinstance(raw, Optimizer) and _has_hooks(raw)):
             raise PruneError(
                 f"{where}: {type(one).__name__} is not a torch.optim.Optimizer; "

@@ -30,6 +30,11 @@ def optional_package(name: str, *, needed_for: str, extra: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         package = name.partition(".")[0]
-        raise PruneError(
-            f"{needed_for} needs {package}. Install it with: pip install 'polarprune[{extra}]'"
-        ) from error
+        raise missing_package(package, needed_for=needed_for, extra=extra) from error
+
+
+def missing_package(package: str, *, needed_for: str, extra: str) -> PruneError:
+    """Return the error to raise where a package is not installed, or is itself incomplete."""
+    return PruneError(
+        f"{needed_for} needs {package}. Install it with: pip install 'polarprune[{extra}]'"
+    )

@@ -1,0 +1,139 @@
+"""Lightning: `Trainer(callbacks=[PruningCallback(macs=0.5)])`, with an unchanged module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..errors import PruneError
+from ..torch_internals.patches import optimizers_reported
+from ..tracing.model_state import Example
+from ..training.pruner import Pruner
+from ..validation.optional_packages import missing_package
+from .gate_group import separate_gates
+from .loggers import watch
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ImportError:
+    try:
+        from pytorch_lightning import Callback, LightningModule, Trainer
+    except ImportError as error:
+        raise missing_package(
+            "lightning", needed_for="PruningCallback", extra="lightning"
+        ) from error
+
+
+class PruningCallback(Callback):
+    """Prune a LightningModule to a budget while Lightning trains it.
+
+    The module stays as it is. The gates go into the optimizer that `configure_optimizers` makes, in
+    a group of their own, before its schedulers are made. The number of steps is that of the
+    trainer. The pruner's state is in every checkpoint, and `trainer.fit(ckpt_path=...)` resumes it.
+    All loggers of the trainer get the rows of `pruner.history`.
+
+    Args:
+        example_inputs: what the module's `forward` takes; by default its `example_input_array`.
+        module: the name of the part to prune, as "net"; by default the whole LightningModule.
+        **settings: arguments of `Pruner`, as macs=0.5. `steps` is only needed where the trainer
+            cannot know it: with manual optimization, or data without a length.
+
+    Attributes:
+        pruner: the `Pruner`, once `trainer.fit` has started.
+
+    Raises:
+        PruneError: from `trainer.fit`, as `Pruner` does; also if the number of steps is unknown.
+
+    Example:
+        >>> pruning = PruningCallback(example, macs=0.5)
+        >>> trainer = lightning.Trainer(max_epochs=10, callbacks=[pruning])
+        >>> trainer.fit(module, loader)
+        >>> small = pruning.export()
+    """
+
+    def __init__(
+        self, example_inputs: Example | None = None, *, module: str = "", **settings: Any
+    ) -> None:
+        self.example_inputs, self.module, self.settings = example_inputs, module, settings
+        self._pruner: Pruner | None = None
+        self._holder: Optimizer | None = None  # of the gates
+
+    @property
+    def pruner(self) -> Pruner:
+        """The pruner; there is none before `trainer.fit`."""
+        if self._pruner is None:
+            raise PruneError("PruningCallback: there is no pruner yet; call trainer.fit first.")
+        return self._pruner
+
+    def export(self) -> nn.Module:
+        """Return the small model, as `Pruner.export` does."""
+        return self.pruner.export()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Have gates installed after `configure_model`, before weights are loaded or wrapped."""
+        if stage != "fit":
+            return
+        if self._pruner is not None:
+            raise PruneError(
+                "PruningCallback: it has pruned a model already. To resume, build the module and "
+                "the callback again, and call trainer.fit(ckpt_path=...); to train on, fit a "
+                "module that holds callback.export(), without the callback."
+            )
+        if trainer.strategy.restore_checkpoint_after_setup:
+            raise PruneError(
+                f"PruningCallback: {type(trainer.strategy).__name__} makes other parameters than "
+                f"the module has; train on one device, or with strategy='ddp'."
+            )
+        load, prepare = pl_module.on_load_checkpoint, trainer.strategy.setup
+
+        def on_load_checkpoint(checkpoint: dict[str, Any]) -> None:
+            self._build(trainer, pl_module)
+            load(checkpoint)
+
+        def strategy_setup(trainer: Trainer) -> None:
+            self._build(trainer, pl_module)
+            with optimizers_reported(self._place_gates):
+                prepare(trainer)  # wraps the model, and calls configure_optimizers
+
+        pl_module.on_load_checkpoint = on_load_checkpoint
+        trainer.strategy.setup = strategy_setup
+        late = "configure_model", "setup"  # hooks that may make the network
+        kind = type(pl_module)
+        if all(getattr(kind, hook) is getattr(LightningModule, hook) for hook in late):
+            self._build(trainer, pl_module)  # now, for callbacks that copy the module
+
+    def _build(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Build the pruner, unless that was done when a checkpoint was loaded."""
+        if self._pruner is not None:
+            return
+        example = self.example_inputs
+        if example is None:
+            example = pl_module.example_input_array
+        if example is None:
+            raise PruneError(
+                "PruningCallback: give what the module's forward takes, as "
+                "PruningCallback(example_inputs, ...), or set the module's example_input_array."
+            )
+        pl_module.to(trainer.strategy.root_device)
+        settings = {"steps": trainer.estimated_stepping_batches, **self.settings}
+        self._pruner = Pruner(pl_module.get_submodule(self.module), example, **settings)
+
+    def _place_gates(self, optimizer: Optimizer) -> None:
+        """Give the gates to the first optimizer that holds weights of the pruned model."""
+        if separate_gates(self.pruner, optimizer, taken=self._holder is not None):
+            self._holder = optimizer
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attach the pruner, and let the trainer's loggers watch it."""
+        del pl_module.on_load_checkpoint, trainer.strategy.setup  # their own again
+        if self._holder is None:
+            raise PruneError(
+                "PruningCallback: configure_optimizers made no optimizer of torch that holds "
+                "weights of the pruned model."
+            )
+        others = [one for one in trainer.optimizers if one is not self._holder]
+        self.pruner.attach(self._holder, *others)
+        for logger in trainer.loggers:
+            watch(self.pruner, logger)

@@ -1,0 +1,155 @@
+"""Hugging Face: `PruningTrainer(..., pruning={"macs": 0.5})` in place of `Trainer`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..errors import PruneError
+from ..tracing.model_state import Example
+from ..training.pruner import Pruner
+from ..validation.optional_packages import missing_package
+from .gate_group import separate_gates
+
+try:
+    from transformers import Trainer, TrainerCallback
+except ImportError as error:
+    raise missing_package(
+        "transformers", needed_for="PruningTrainer", extra="transformers"
+    ) from error
+
+
+class PruningTrainer(Trainer):
+    """A `Trainer` that prunes the model to a budget while it trains it.
+
+    It counts the steps as `Trainer` does, and adds a group for the gates to the optimizer of
+    `Trainer`, whose groups with and without weight decay stay as they are. The pruner's state is in
+    every checkpoint, so `trainer.train(resume_from_checkpoint=True)` resumes it. A best model
+    (`load_best_model_at_end`, `EarlyStoppingCallback`) is looked for among those that meet the
+    budget. The logs have the share of the MACs and parameters that is left.
+
+    To prune with another trainer, inherit from both: `class T(PruningTrainer, Seq2SeqTrainer)`.
+
+    Args:
+        *args: as for `Trainer`.
+        pruning: arguments of `Pruner`, as {"macs": 0.5}; without `steps`.
+        example_inputs: what the model takes; by default the first batch, without labels.
+        **kwargs: as for `Trainer`; `model_init` is not possible.
+
+    Attributes:
+        pruner: the `Pruner`, also before `train`.
+
+    Raises:
+        PruneError: if the arguments exclude pruning; from `train`, as `Pruner` does.
+
+    Example:
+        >>> trainer = PruningTrainer(model, args, train_dataset=data, pruning={"macs": 0.5})
+        >>> trainer.train()
+        >>> small = trainer.export()
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        pruning: Mapping[str, Any],
+        example_inputs: Example | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.pruning, self.example_inputs = dict(pruning), example_inputs
+        self._pruner: Pruner | None = None
+        self._attached = False
+        self._check()
+
+    def _check(self) -> None:
+        """Refuse what a pruner cannot follow."""
+        if self.model_init is not None:
+            raise PruneError("PruningTrainer: give model=..., since model_init makes several.")
+        if self.args.auto_find_batch_size:
+            raise PruneError(
+                "PruningTrainer: auto_find_batch_size=True changes the number of steps during the "
+                "training; set per_device_train_batch_size."
+            )
+        if self.lr_scheduler is not None:
+            raise PruneError(
+                "PruningTrainer: a scheduler that is made before the gates have a parameter group "
+                "does not set its rate; set lr_scheduler_type, or override create_scheduler."
+            )
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise PruneError(
+                "PruningTrainer: FSDP and DeepSpeed make other parameters than the model has; "
+                "train with DistributedDataParallel (torchrun, without these options)."
+            )
+
+    @property
+    def pruner(self) -> Pruner:
+        """The pruner. At the first use, at the latest in `train`, gates are installed."""
+        if self._pruner is None:
+            loader = self.get_train_dataloader()
+            steps = self.set_initial_training_values(self.args, loader)[-1]
+            example = self._first_batch(loader)
+            self._pruner = Pruner(self.model, example, **{"steps": steps, **self.pruning})
+            self.add_callback(_BestWithinBudget(self._pruner))
+        return self._pruner
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as `Trainer` does, with gates in the model."""
+        assert self.pruner.gates  # installed before weights are loaded and the optimizer is made
+        return super().train(*args, **kwargs)
+
+    def _first_batch(self, loader: Any) -> Example:
+        """Return the user's example, or the first batch, for which no random numbers are spent."""
+        if self.example_inputs is not None:
+            return self.example_inputs
+        with torch.random.fork_rng(devices=[]):
+            batch: dict[str, Any] = next(iter(loader))
+        return {name: value for name, value in batch.items() if name not in self.label_names}
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
+        """Make the optimizer as `Trainer` does, move the gates, and attach the pruner."""
+        optimizer: Optimizer = super().create_optimizer(*args, **kwargs)
+        if not self._attached:
+            separate_gates(self.pruner, optimizer)
+            self.pruner.attach(optimizer)
+            self._attached = True
+        return optimizer
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """Save as `Trainer` does, under the names that the model has now.
+
+        `Trainer` stores some models under older names, and does not find these when it resumes.
+        """
+        save = getattr(self.model, "save_pretrained", None)
+        if save is not None:
+            self.model.save_pretrained = partial(save, save_original_format=False)
+        try:
+            super().save_model(*args, **kwargs)
+        finally:
+            self.model.__dict__.pop("save_pretrained", None)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log as `Trainer` does, and add the share of the MACs and parameters that is left."""
+        row = self._pruner.history[-1] if self._pruner is not None else {}
+        left = {f"{key}_left": row[key] for key in ("macs", "params") if key in row}
+        super().log({**logs, **left}, *args, **kwargs)
+
+    def export(self) -> nn.Module:
+        """Return the small model, as `Pruner.export` does."""
+        return self.pruner.export()
+
+
+class _BestWithinBudget(TrainerCallback):
+    """Forgets a best model from before the budget was met; the first one after that is the best."""
+
+    def __init__(self, pruner: Pruner) -> None:
+        self.first = pruner.schedule.deadline(pruner.steps) if pruner.limits else pruner.steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Forget what an evaluation after an earlier step has found."""
+        if state.best_global_step is not None and state.best_global_step < self.first:
+            state.best_metric = state.best_global_step = state.best_model_checkpoint = None

@@ -1,0 +1,186 @@
+"""Lightning: steps, the optimizer of the user's module, loggers and refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as lightning
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor, nn
+
+import polarprune as pp
+from polarprune.integrations.lightning import PruningCallback
+from tests.helpers.adapters import BATCHES, EXAMPLE, STEPS, Classifier, loader
+from tests.helpers.nets import digits_resnet
+from tests.helpers.training import share
+
+pytestmark = [
+    pytest.mark.usefixtures("shared_traces"),
+    pytest.mark.filterwarnings("ignore"),  # advice about workers, loggers and devices
+]
+
+
+def fit(module: Any, callback: Any, *callbacks: Any, epochs: int = 2, **options: Any) -> Any:
+    options = {"logger": False, "enable_checkpointing": False, **options}
+    if "strategy" not in options:
+        options["accelerator"] = "cpu"
+    trainer = lightning.Trainer(
+        max_epochs=epochs,
+        callbacks=[callback, *callbacks],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(module, loader())
+    return trainer
+
+
+def test_accumulated_gradients_are_one_step() -> None:
+    callback = PruningCallback(macs=0.5)
+    fit(Classifier(digits_resnet(8)), callback, epochs=4, accumulate_grad_batches=3)
+    assert callback.pruner.step_count == callback.pruner.steps == 4 * 3  # 8 batches: 3, 3 and 2
+
+
+def test_steps_that_a_gradient_scaler_skips_are_not_counted() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    callback = PruningCallback(macs=0.5)
+    module = Classifier(digits_resnet(8))
+    precision = MixedPrecision("16-mixed", "cpu", scaler)
+    fit(module, callback, epochs=5, plugins=precision)
+    assert callback.pruner.landed and STEPS / 2 <= callback.pruner.step_count < STEPS
+
+
+class Rates(lightning.Callback):
+    """Writes down the rates of weights and gates at every step."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[float]] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """After the hook of the gates, which was there first."""
+
+        def note(optimizer: Any, args: Any, kwargs: Any) -> None:
+            self.seen.append([group["lr"] for group in optimizer.param_groups])
+
+        trainer.optimizers[0].register_step_pre_hook(note)
+
+
+def test_gates_learn_at_a_tenth_of_the_rate_that_any_scheduler_sets() -> None:
+    callback, rates = PruningCallback(macs=0.5), Rates()
+    trainer = fit(Classifier(digits_resnet(8)), callback, rates, epochs=5)
+    weights, gates = trainer.optimizers[0].param_groups
+    assert (weights["weight_decay"], gates["weight_decay"]) == (5e-4, 0)
+    assert len(rates.seen) == STEPS and len({pair[0] for pair in rates.seen}) > STEPS / 2
+    assert all(gate == pytest.approx(weight / 10) for weight, gate in rates.seen)
+
+
+class Late(Classifier):
+    """Makes its network in `configure_model`, and its part of the optimizers by hand."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+        self.head = nn.Linear(10, 10)
+        self.automatic_optimization = False
+
+    def configure_model(self) -> None:
+        if isinstance(self.net, nn.Identity):
+            self.net = digits_resnet(8)
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        images, labels = batch
+        for optimizer in self.optimizers():
+            loss = F.cross_entropy(self.head(self.net(images)), labels)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        both = self.head, self.net
+        return [torch.optim.SGD(part.parameters(), lr=0.05, weight_decay=0.1) for part in both]
+
+
+@pytest.mark.parametrize("part", ["", "net"])
+def test_one_of_several_optimizers_gets_the_gates(part: str) -> None:
+    """The whole module is pruned, of which each optimizer holds a part, or one part of it."""
+    callback = PruningCallback(EXAMPLE, module=part, macs=0.5, compact="auto")
+    module = Late()
+    module.forward = lambda images: module.head(module.net(images))  # type: ignore[method-assign]
+    trainer = fit(module, callback, epochs=5)
+    assert [len(one.param_groups) for one in trainer.optimizers] == ([1, 2] if part else [2, 1])
+    gates = {id(gate.alpha) for gate in callback.pruner.gates.values()}
+    held = [id(p) for one in trainer.optimizers for g in one.param_groups for p in g["params"]]
+    assert len(held) == len(set(held)) and gates <= set(held)
+    assert callback.pruner.step_count == STEPS and share(callback.pruner)["macs"] <= 0.5
+    assert callback.pruner.compactions and callback.export() is not None
+
+
+def test_a_module_without_an_optimizer_of_torch_is_refused() -> None:
+    module = Classifier(digits_resnet(8))
+    module.configure_optimizers = lambda: None  # type: ignore[method-assign]
+    with pytest.raises(pp.PruneError, match="made no optimizer of torch that holds weights"):
+        fit(module, PruningCallback(macs=0.5))
+
+
+def test_the_trainers_loggers_get_the_rows(tmp_path: Path) -> None:
+    callback = PruningCallback(macs=0.5)
+    logger = TensorBoardLogger(str(tmp_path), name="", version="")
+    fit(Classifier(digits_resnet(8)), callback, logger=logger)
+    found = EventAccumulator(str(tmp_path))
+    found.Reload()
+    values = [one.value for one in found.Scalars("pruning/macs")]
+    rows = callback.pruner.history[1:]
+    assert values == pytest.approx([row["macs"] for row in rows]) and len(rows) == 2 * BATCHES
+    assert found.Tags()["histograms"] == ["pruning/gates"]
+
+
+def test_module_and_strategy_get_their_own_methods_back() -> None:
+    module = Classifier(digits_resnet(8))
+    trainer = fit(module, PruningCallback(macs=0.5))
+    assert "on_load_checkpoint" not in vars(module) and "setup" not in vars(trainer.strategy)
+
+
+def test_a_second_model_is_refused() -> None:
+    callback = PruningCallback(macs=0.5)
+    fit(Classifier(digits_resnet(8)), callback)
+    with pytest.raises(pp.PruneError, match=r"has pruned a model already\. To resume, build"):
+        fit(Classifier(digits_resnet(8)), callback)
+
+
+def test_strategies_that_make_other_parameters_are_refused() -> None:
+    class Sharded(SingleDeviceStrategy):
+        restore_checkpoint_after_setup = True
+
+    with pytest.raises(pp.PruneError, match="Sharded makes other parameters than the module has"):
+        fit(Classifier(digits_resnet(8)), PruningCallback(macs=0.5), strategy=Sharded("cpu"))
+
+
+def test_an_example_is_needed() -> None:
+    module = Classifier(digits_resnet(8))
+    module.example_input_array = None
+    with pytest.raises(pp.PruneError, match="or set the module's example_input_array"):
+        fit(module, PruningCallback(macs=0.5))
+
+
+def test_there_is_no_small_model_before_the_training() -> None:
+    with pytest.raises(pp.PruneError, match=r"no pruner yet; call trainer\.fit first"):
+        PruningCallback(macs=0.5).export()
+
+
+def test_averaged_weights_of_lightning_take_part() -> None:
+    """Lightning copies the averages into the module when the training ends."""
+    average = lightning.callbacks.EMAWeightAveraging(decay=0.9)
+    callback = PruningCallback(macs=0.3, compact="auto")
+    module = Classifier(digits_resnet(8))
+    fit(module, callback, average, epochs=5)
+    assert callback.pruner.compactions and share(callback.pruner)["macs"] <= 0.3
+    small = callback.export()
+    with torch.no_grad():
+        assert torch.allclose(small.eval()(EXAMPLE), module.eval()(EXAMPLE), atol=1e-5)
