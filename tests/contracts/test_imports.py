@@ -109,6 +109,8 @@ ORDER: dict[str, list[str]] = {
         "repairs",
         "width_decisions",
         "confirm",
+        "other_forwards",
+        "unread_numbers",
         "trace",
     ],
     "report": ["facts", "plots", "svg", "page", "text", "report"],

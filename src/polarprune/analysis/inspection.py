@@ -15,7 +15,7 @@ from functools import partial
 from torch import nn
 
 from ..channels.connectivity import attention_groups, carrying_groups
-from ..channels.graph import FROZEN, Graph, Location, Rewrites, module_of
+from ..channels.graph import FROZEN, Graph, Location, Place, Rewrites, module_of
 from ..channels.grouping import build
 from ..channels.label_decisions import follow
 from ..channels.labels import Labels
@@ -202,11 +202,10 @@ class Inspection:
         """Use these captured forwards; the model has to be traced again."""
         self.rewritten, self._tapes = rewritten, ()
 
-    def followed_attributes(self) -> dict[str, dict[str, Location]]:
+    def followed_attributes(self) -> dict[str, dict[str, Place]]:
         """Return the attributes that follow a width. Captured forwards do not read theirs."""
-        return {
-            path: mine for path, mine in self.size_attributes.items() if path not in self.rewritten
-        }
+        known = self.size_attributes.items()
+        return {path: dict(mine) for path, mine in known if path not in self.rewritten}
 
     def same_class(self, path: str) -> list[str]:
         """Return all modules of the class of this one."""

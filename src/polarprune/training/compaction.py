@@ -126,7 +126,7 @@ class Compaction:
         rebuild = self.rebuild(alive)
         if rebuild.changes_nothing:
             return False
-        check_unchanged(changed(self.graph, self.model))
+        check_unchanged(changed(self.graph, self.model, self.present))
         if optimizers:
             check_held(self.model, optimizers, "compact(optimizer=[...])")
         others = self.check(rebuild, optimizers, copies)
