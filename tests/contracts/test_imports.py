@@ -127,6 +127,7 @@ ORDER: dict[str, list[str]] = {
         "pruner",
     ],
     "files": ["deployment", "untrusted", "old_versions", "writing", "model_file"],
+    "integrations": ["ultralytics"],
     "experiments": ["networks", "processes", "settings", "data", "methods", "presets", "runs"],
     "cli": [
         "arguments",

@@ -12,9 +12,11 @@ from tests.helpers.nets import digits_resnet
 ROOT = Path(__file__).parents[2]
 PACKAGES = sorted((ROOT / "src").rglob("README.md"))
 TEXTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *PACKAGES]
+ULTRALYTICS = ROOT / "docs" / "ultralytics.md"  # its code runs in tests/unit/integrations
 BLOCKS = [
     pytest.param(block, id=f"{text.relative_to(ROOT)}-{number}")
     for text in TEXTS
+    if text != ULTRALYTICS
     for number, block in enumerate(
         re.findall(r"```python\n(.*?)```", text.read_text(encoding="utf-8"), re.DOTALL)
     )

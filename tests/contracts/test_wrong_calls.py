@@ -368,6 +368,8 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
       for value in (0, -1.0, math.nan, math.inf, "1", True, [1], 10**400)),
     *(({"steps": value}, f"steps={re.escape(repr(value))}: give the number of optimizer steps")
       for value in (0, -3, 2.5, 10.0, "ten", None, True, math.nan, 10**30)),
+    *(({"min_channels": value}, r"min_channels=.*: give a number of channels, 0 or more")
+      for value in (-1, 0.5, True, "2")),
     *(({"multiple_of": value}, f"multiple_of={value!r}: give a positive integer")
       for value in (0, -8, 1.5, "8", None, True)),
     *(({"schedule": value}, r"schedule=.*: give a polarprune.Schedule\(")

@@ -51,9 +51,10 @@ class Inspection:
         keep: tuple[str, ...],
         rules: Mapping[object, Rule],
         norms: bool,
+        min_channels: int = 0,
     ) -> None:
         self.model, self.example, self.keep, self.rules = model, example, keep, rules
-        self.norms = norms
+        self.norms, self.min_channels = norms, min_channels
         self.modules = dict(model.named_modules())
         self.rewritten: dict[str, CapturedForward] = {}
         self.size_attributes: dict[str, dict[str, Location]] = {}
@@ -97,6 +98,8 @@ class Inspection:
             )
             needed = carrying_groups(graph) | attention_groups(graph) | self.must_keep.keys()
             graph = graph.with_minimum(dict.fromkeys(needed, 1))
+            asked = {k: min(self.min_channels, g.size) for k, g in graph.prunable.items()}
+            graph = graph.with_minimum(asked)
             return replace(graph, resources=measure(self.model, graph))
 
     def _with_weighted_norms(self, graph: Graph) -> Graph:

@@ -93,17 +93,25 @@ def survey(
     rules: Mapping[Any, Rule] | None = None,
     norms: bool = False,
     compare_outputs: bool = False,
+    min_channels: int = 0,
 ) -> Graph:
-    """Do what `trace` does; with `compare_outputs`, compare the outputs of trial cuts, too."""
+    """Do what `trace` does, with two more settings.
+
+    Args:
+        compare_outputs: Compare the outputs of trial cuts, too.
+        min_channels: How many channels every group keeps at least.
+    """
     patterns, own = keep_patterns(keep), checked_rules(rules)
     if not isinstance(norms, bool):
         raise PruneError(f"norms={norms!r}: give True or False.")
+    if type(min_channels) is not int or min_channels < 0:
+        raise PruneError(f"min_channels={min_channels!r}: give a number of channels, 0 or more.")
     _check_inputs(model, example)
     weights, remarks = find(model, example), by_hooks(model)
     forward_weights = weights.found
     names = computed(model) + [f"{path}.{one.leaf}" for path, one in forward_weights.items()]
     model = without_computed_weights(model, forward_weights)
-    inspection = Inspection(model, example, patterns, {**RULES, **own}, norms)
+    inspection = Inspection(model, example, patterns, {**RULES, **own}, norms, min_channels)
     graph = _confirmed(inspection, compare_outputs)
     held = {path: fixed_values(model.get_submodule(path)) for path in graph.rewritten}
     frozen = {name: group.reason for name, group in graph.groups.items() if group.frozen}

@@ -1,0 +1,8 @@
+"""Thin adapters to the training frameworks in which models are trained, one file each.
+
+In: a framework's trainer, its data and the settings of a pruner. Out: a training that meets the
+budget, resumes from the framework's own checkpoints and exports the small model. An adapter counts
+the steps, gives the gates a parameter group, and attaches the pruner; it decides nothing about
+channels. It changes what the framework lets callbacks change, and imports the framework at its top,
+so nothing else in polarprune imports an adapter.
+"""
