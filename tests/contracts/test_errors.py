@@ -210,23 +210,77 @@ def test_a_budget_out_of_reach_is_refused_before_training() -> None:
 # --- the training ---------------------------------------------------------------------------------
 
 
-def test_more_steps_than_announced_are_refused_and_change_nothing() -> None:
-    pruner, optimizer = setup()
-    pruner.attach(optimizer)
-    train(pruner.model, optimizer, data(4))
-    images, labels = data(1)[0]
-    nn.functional.cross_entropy(pruner.model(images), labels).backward()
-    with refused(r"steps: 4 steps were announced and all are done.*epochs \* len", pruner.model):
-        optimizer.step()
-    assert pruner.step_count == 4
+ALL_DONE = r"steps: 4 steps were announced and all are done; gates stay .*epochs \* len"
+
+
+@pytest.mark.parametrize("attached", [True, False])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_after_the_announced_steps_gates_stay_and_the_training_goes_on(
+    attached: bool, momentum: float
+) -> None:
+    pruner, _ = setup()
+    optimizer = torch.optim.SGD(pruner.param_groups(lr=0.05), momentum=momentum)
+    if attached:
+        pruner.attach(optimizer)
+    after = (lambda: None) if attached else pruner.step
+    train(pruner.model, optimizer, data(4), after)
+    flat, history, plan = pruner._flat(), list(pruner.history), pruner.plan()
+    weight = next(p for p in pruner.model.parameters() if p.dim() == 4)
+    before = weight.detach().clone()
+    with pytest.warns(UserWarning, match=ALL_DONE) as caught:
+        train(pruner.model, optimizer, data(3), after)
+    assert len(caught) == 1
+    assert not torch.equal(weight, before)
+    assert torch.equal(pruner._flat(), flat) and pruner.history == history
+    assert pruner.step_count == 4 and pruner.plan() == plan
     pruner.export()
 
 
-def test_more_steps_by_hand_than_announced_are_refused() -> None:
+def test_a_run_that_was_resumed_at_its_end_holds_its_gates_too() -> None:
+    first = prune(digits_resnet(8), 4, channels=1, size=8, macs=0.5)
     pruner, optimizer = setup()
-    train(pruner.model, optimizer, data(4), pruner.step)
-    with refused("steps: 4 steps were announced and all are done", pruner.model):
-        pruner.step()
+    pruner.attach(optimizer)
+    pruner.load_state_dict(first.state_dict())
+    with pytest.warns(UserWarning, match=ALL_DONE):
+        train(pruner.model, optimizer, data(2))
+    assert torch.equal(pruner._flat(), first._flat()) and pruner.step_count == 4
+
+
+def test_an_early_export_warns() -> None:
+    pruner, optimizer = setup(steps=10)
+    pruner.attach(optimizer)
+    train(pruner.model, optimizer, data(8))
+    with pytest.warns(UserWarning, match=r"export: 8 of 10 steps were taken.*Continue training"):
+        pruner.export()
+    train(pruner.model, optimizer, data(1))
+    pruner.export()
+
+
+def test_a_training_that_ends_before_the_budget_is_met_warns_once() -> None:
+    pruner, optimizer = setup(steps=40)
+    pruner.attach(optimizer)
+    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=4)
+    message = r"step 5 of 40: the learning rate is 0, but the budget will only be met at step 20"
+    with pytest.warns(UserWarning, match=message) as caught:
+        train(pruner.model, optimizer, data(8), decay.step)
+    assert len(caught) == 1
+
+
+def test_a_rate_that_begins_at_zero_does_not_warn() -> None:
+    pruner, optimizer = setup(steps=40)
+    pruner.attach(optimizer)
+    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 4))
+    train(pruner.model, optimizer, data(8), warm_up.step)
+    assert pruner.step_count == 8
+
+
+def test_gates_that_are_opened_from_outside_after_the_landing_are_noticed() -> None:
+    pruner, optimizer = setup(steps=10)
+    pruner.attach(optimizer)
+    train(pruner.model, optimizer, data(6))
+    pruner._stepper.put(torch.ones_like(pruner._flat()))
+    with pytest.warns(UserWarning, match=r"step 7 of 10: the budget was met, but 1\.000 of the"):
+        train(pruner.model, optimizer, data(2))
 
 
 def test_export_before_the_budget_is_met_is_refused() -> None:

@@ -116,7 +116,11 @@ ORDER: dict[str, list[str]] = {
     "report": ["facts", "plots", "svg", "page", "text", "report"],
     "training": [
         "proximal",
+        "state_bytes",
+        "carried_state",
+        "step_check",
         "rebuild",
+        "copies",
         "compaction",
         "export",
         "schedule",

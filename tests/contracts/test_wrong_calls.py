@@ -717,26 +717,26 @@ FRESH["trace: in inference mode"] = (
     lambda w: torch.inference_mode()(lambda: pp.trace(w.net, X))(),
     r"torch.inference_mode\(\) is on, in which no operation can be followed: call this outside",
 )
-ALL_DONE = r"steps: 6 steps were announced and all are done. Set steps = epochs \* len\(loader\)"
-NO_COPY = (
-    r"compact: one of the copies \({}\) is not a copy of the gated model.*Copy the model after"
-)
+NO_COPY = "{}: {} is not a copy of the gated model as it is now. Copy the model after"
 NO_COPIES = "compact: {} given as copies; give a list of copies of the gated model, as copies=\\["
 TRAINED: dict[str, tuple[Call, str]] = {
     "attach: twice": (lambda w: w.pruner.attach(w.optimizer),
                       "attach: this pruner is attached already; one optimizer is enough"),
-    "step: all are done": (lambda w: w.pruner.step(), ALL_DONE),
-    "optimizer.step: all are done": (lambda w: w.optimizer.step(), ALL_DONE),
-    "replayed: all are done": (lambda w: w.pruner.replayed(), ALL_DONE),
+    "export: an average by position": (
+        lambda w: w.pruner.export(AveragedModel(w.net)),
+        r"export: got AveragedModel as a positional argument. Give arguments by name: export\("),
+    "export: no copy": (lambda w: w.pruner.export(model=other()),
+                        NO_COPY.format("export", "Sequential")),
+    "export: no model": (lambda w: w.pruner.export(model=3), NO_COPY.format("export", "int")),
     "compact: a number": (lambda w: w.pruner.compact(optimizer=3),
                           "compact: int is not a torch.optim.Optimizer; give the raw optimizer"),
     "compact: a list of numbers": (
         lambda w: w.pruner.compact(optimizer=[w.optimizer, 3]),
         "compact: int is not a torch.optim.Optimizer; give the raw optimizer"),
     "compact: no copy": (lambda w: w.pruner.compact(copies=[other()]),
-                         NO_COPY.format("Sequential")),
+                         NO_COPY.format("compact", "Sequential")),
     "compact: a plain copy": (lambda w: w.pruner.compact(copies=[AveragedModel(make())]),
-                              NO_COPY.format("Sequential")),
+                              NO_COPY.format("compact", "AveragedModel")),
     "compact: one copy": (lambda w: w.pruner.compact(copies=AveragedModel(w.net)),
                           NO_COPIES.format("AveragedModel")),
     "compact: copies, a number": (lambda w: w.pruner.compact(copies=3), NO_COPIES.format("int")),

@@ -12,7 +12,7 @@ from ..channels.graph import Graph
 from ..rewriting.forward_weights import expose
 from ..rewriting.parametrizations import is_gated, make_plain, parametrized
 from ..rewriting.weighted_norms import FixedWeights, open_encoders, unweigh, weigh, weight_of
-from ..torch_internals.markers import is_gate_part
+from ..torch_internals.markers import attached_state, is_gate_part
 from ..tracing.copying import copy_model
 from ..tracing.model_state import named_tensors
 
@@ -55,6 +55,10 @@ def plain(model: nn.Module) -> nn.Module:
     make_plain(model, [name for name, _, _, parts in parametrized(model) if is_gated(parts)])
     unweigh(model)
     drop_hooks(model)
+    for module in model.modules():
+        hooks = attached_state(module)
+        if hooks is not None:
+            hooks.leave(module)
     return model
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -11,7 +12,6 @@ from torch import nn
 
 from ..errors import PruneError
 from ..gates.folding import plain
-from ..gates.gate import Gate
 from ..training.pruner import Pruner
 
 try:
@@ -138,28 +138,17 @@ class Pruning(BaseTrainer):
         self.train_loader.sampler.generator = torch.Generator().manual_seed(seed)
 
     def optimizer_step(self) -> None:
-        """Take a step; the average gets the gates of the model, which are open or closed."""
-        pruner, average = self.pruner, self.ema
-        if pruner is None:
+        """Take a step; the tensors of the average may be cut in it."""
+        if self.pruner is None:
             super().optimizer_step()
             return
-        if pruner.step_count == pruner.steps:  # a resumed run may step once too often
-            self.optimizer.zero_grad()
-            return
-        self.ema, pruner.copies, before = None, [average.ema], pruner.compactions
+        average, self.ema, before = self.ema, None, self.pruner.compactions
+        self.pruner.copies = [average.ema]  # after a resume, it has had no update yet
         super().optimizer_step()
         self.ema = average
-        if pruner.compactions > before:
-            average._pairs = None  # of tensors with the old shapes
+        if self.pruner.compactions > before:
+            average._pairs = None  # tensors with the old shapes
         average.update(self.model)
-        self._follow_gates()
-
-    def _follow_gates(self) -> None:
-        """Copy the gates of the model into the average."""
-        pairs = zip(self.model.modules(), self.ema.ema.modules(), strict=True)
-        for mine, other in pairs:
-            if isinstance(mine, Gate):
-                other.load_state_dict(mine.state_dict())
 
     def validate(self) -> Any:
         """Validate; what came before the budget was met cannot be the best."""
@@ -180,24 +169,18 @@ class Pruning(BaseTrainer):
         """Write checkpoints that hold a plain model, with all that resuming needs attached."""
         if self.pruner is None:
             return bool(super().save_model())
-        average, parts = self.ema.ema, (self.model, self.ema.ema, self.optimizer, self.pruner)
-        states = [deepcopy(part.state_dict()) for part in parts]
-        self.ema.ema = self._small(self.pruner) if self.pruner.landed else plain(average)
+        average = self.ema.ema
+        states = [deepcopy(part.state_dict()) for part in (self.model, average, self.optimizer)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the training is not at its end
+            small = self.pruner.export(model=average, verify=False) if self.pruner.landed else None
+        self.ema.ema = plain(average) if small is None else small
         setattr(self.ema.ema, _RUN, {"states": states, "start": self._start})
         self.ema.ema.yaml = _without_backbone(average.yaml)
         try:
             return bool(super().save_model())
         finally:
             self.ema.ema = average
-
-    def _small(self, pruner: Pruner) -> nn.Module:
-        """Return what the plan of the gates leaves of the average."""
-        own = deepcopy(self.model.state_dict())
-        self.model.load_state_dict(self.ema.ema.state_dict())
-        try:
-            return pruner.export(verify=False)
-        finally:
-            self.model.load_state_dict(own)
 
     def _load_checkpoint_state(self, ckpt: dict[str, Any]) -> None:
         """Restore everything from a checkpoint, as it was."""
@@ -209,8 +192,7 @@ class Pruning(BaseTrainer):
             raise PruneError(
                 "resume: this checkpoint is not of a run that prunes; start a new run."
             )
-        model, average, optimizer, pruner = run["states"]
-        self.pruner.load_state_dict(pruner)
+        model, average, optimizer = run["states"]
         self.model.load_state_dict(model)
         gated = deepcopy(self.model)
         gated.load_state_dict(average)

@@ -8,7 +8,7 @@ belongs to a gate, this forward was made from that graph. All names of marks sta
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from torch import fx, nn
 
@@ -19,6 +19,7 @@ _EXPOSED = "polarprune_exposed"
 _SOURCE = "polarprune_code"
 _RECIPE = "polarprune_recipe"
 _ORIGIN = "polarprune_origin"
+STATE = "polarprune_state"  # also the name of the entry in the model's state dict
 
 
 def gate_part(thing: Marked) -> Marked:
@@ -88,3 +89,27 @@ def attached_recipe(model: object) -> dict[str, object] | None:
     """Return the recipe that `attach_recipe` attached to a model, or None."""
     recipe: dict[str, object] | None = getattr(model, _RECIPE, None)
     return recipe
+
+
+class StateHooks(Protocol):
+    """The hooks by which the state dict of a gated model has the state of its pruner."""
+
+    def inert(self) -> StateHooks:
+        """Return hooks for a copy that nobody needs to know of."""
+
+    def leave(self, module: nn.Module) -> None:
+        """Remove these hooks from a module."""
+
+
+def attach_state(model: nn.Module, hooks: StateHooks) -> None:
+    """Attach to a gated model the hooks of its state dict.
+
+    Tools that look up the keys of a state dict in the model find an attribute under this name.
+    """
+    setattr(model, STATE, hooks)
+
+
+def attached_state(model: nn.Module) -> StateHooks | None:
+    """Return the hooks that `attach_state` attached to a model, or None."""
+    hooks: StateHooks | None = vars(model).get(STATE)
+    return hooks

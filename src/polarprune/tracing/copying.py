@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ..torch_internals.markers import attached_state
+
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TABLES = ("_parameters", "_buffers", "_modules")
 
@@ -20,7 +22,8 @@ def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
     """Return a deep copy of a model.
 
     torch copies neither activations that a module still holds nor scripted functions. The copy
-    holds such activations without their autograd history, and shares scripted functions.
+    holds such activations without their autograd history, and shares scripted functions. The pruner
+    of a gated model does not get to know the copy.
 
     Args:
         model: the model to copy.
@@ -28,6 +31,9 @@ def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
     """
     memo = {} if memo is None else memo
     for module in model.modules():
+        hooks = attached_state(module)
+        if hooks is not None:
+            memo[id(hooks)] = hooks.inert()
         for leaf in _held_leaves(module):
             if isinstance(leaf, Tensor) and not leaf.is_leaf:
                 memo.setdefault(id(leaf), leaf.detach().clone())

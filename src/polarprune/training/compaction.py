@@ -7,12 +7,12 @@ same with and without compaction.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 
 from ..analysis.trace import changed
 from ..channels.graph import Graph
@@ -21,14 +21,15 @@ from ..gates.gate import Gate
 from ..surgery.proof import prove_cut
 from ..tracing.copying import copy_model
 from ..tracing.model_state import Example, clear_slots, empty_slots, slots_cleared
-from ..validation.optimizers import checked_copies
 from ..validation.run import check_unchanged
+from .copies import Copies
 from .rebuild import (
     Rebuild,
     check_can_compact,
     check_copy,
     check_held,
     check_optimizer_state,
+    drop_parameters,
     gates_in,
     skeleton,
     ungated,
@@ -54,7 +55,7 @@ class Compaction:
         count: how many times the model was compacted.
         share: the share of the MACs that was left at the last compaction.
         gave_up: whether an automatic compaction was refused.
-        copies: other copies of the gated model, such as averages, that are cut with it.
+        copies: copies of the gated model, such as averages, that are cut with it.
     """
 
     def __init__(
@@ -63,7 +64,8 @@ class Compaction:
         self.model, self.graph, self.gates, self.automatic = model, graph, gates, automatic
         self.present = torch.ones(graph.units, dtype=torch.bool, device="cpu")
         self.count, self.share, self.gave_up = 0, 1.0, False
-        self.copies: list[nn.Module] = []
+        self.copies = Copies(model, gates)
+        self._removed: list[weakref.ref[Tensor]] = []  # parameters of layers that were removed
         self.slots = empty_slots(model)
         self._original: nn.Module | None = None
 
@@ -76,6 +78,11 @@ class Compaction:
             return self._original
         with slots_cleared(self.slots):  # what the last batch left there cannot be copied
             return skeleton(ungated(self.model, self.graph) if small is None else small)
+
+    def drop_removed(self, optimizer: Optimizer) -> None:
+        """Remove the parameters of layers that were removed before the optimizer was known."""
+        held = [ref() for ref in self._removed]
+        drop_parameters(optimizer, {id(tensor) for tensor in held if tensor is not None})
 
     def rebuild(self, alive: Tensor) -> Rebuild:
         """Plan how to bring the model to these units."""
@@ -100,23 +107,20 @@ class Compaction:
         self,
         rebuild: Rebuild,
         optimizers: Sequence[Optimizer],
-        copies: Iterable[nn.Module] | None = None,
-    ) -> list[nn.Module]:
-        """Refuse what cannot be cut, before anything changes; return the copies to cut."""
+        copies: Sequence[nn.Module],
+    ) -> None:
+        """Refuse what cannot be cut, before anything changes."""
         check_can_compact(rebuild)
         for one in optimizers:
             check_optimizer_state(one)
-        given = checked_copies(self.copies if copies is None else copies)
-        found = [one.module if isinstance(one, AveragedModel) else one for one in given]
-        for other in found:
-            check_copy(other, self.model)
-        return found
+        for other in copies:
+            check_copy("compact", other, self.model)
 
     def run(
         self,
         alive: Tensor,
         optimizers: Sequence[Optimizer],
-        copies: Iterable[nn.Module] | None,
+        copies: Sequence[nn.Module],
         example: Example | None,
     ) -> bool:
         """Remove all units that are not alive; return False if there are none.
@@ -129,10 +133,10 @@ class Compaction:
         check_unchanged(changed(self.graph, self.model, self.present))
         if optimizers:
             check_held(self.model, optimizers, "compact(optimizer=[...])")
-        others = self.check(rebuild, optimizers, copies)
+        self.check(rebuild, optimizers, copies)
         if example is not None:
             self._prove(rebuild, example)
-        self.apply(rebuild, optimizers, others)
+        self.apply(rebuild, optimizers, copies)
         return True
 
     def _prove(self, rebuild: Rebuild, example: Example) -> None:
@@ -156,5 +160,6 @@ class Compaction:
         torch.clear_autocast_cache()
         clear_slots(self.slots)
         self._original = rebuild.bare
+        self._removed += rebuild.removed
         self.count += 1
         self.present = rebuild.after

@@ -49,15 +49,15 @@ class Exporter:
         return small
 
     def proved(
-        self, small: nn.Module, alive: Tensor, example: Example, macs: int
+        self, gated: nn.Module, small: nn.Module, alive: Tensor, example: Example, macs: int
     ) -> dict[str, float]:
         """Compare a cut model with the gated one; return the largest differences."""
         with slots_cleared(self.compaction.slots):
             found = prove_cut(
-                self.compaction.model,
+                gated,
                 small,
                 example,
-                lambda gated: self.cut(gated, alive, example),
+                lambda double: self.cut(double, alive, example),
             )
         if not self.compaction.graph.tapes[0].depends_on_data:
             check_macs(small, example, macs)

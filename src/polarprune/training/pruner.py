@@ -22,13 +22,14 @@ from ..report.report import Report
 from ..surgery.apply import warn_of_hooks
 from ..surgery.proof import own_copy
 from ..tracing.model_state import Example, slots_cleared
-from ..validation.arguments import check_schedule, check_settings
-from ..validation.optimizers import check_gates, check_known, check_optimizers, check_rates
+from ..validation.arguments import check_keywords, check_schedule, check_settings
+from ..validation.optimizers import check_gates, check_known, check_rates, raw_optimizers
 from ..validation.pruner_state import check_state
-from ..validation.run import check_done, check_finite, check_weights
+from ..validation.run import check_done, check_finite, check_weights, warn_of_early_export
 from .rebuild import check_held
-from .run import PruningRun, State
+from .run import PruningRun
 from .schedule import Schedule
+from .state_bytes import State
 
 _ROUTED = (
     "what the model computes depends on the data: MACs are those of the path that the example takes"
@@ -63,7 +64,8 @@ class Pruner(PruningRun):
         history: one row for every look at the gates: step, shares of the cost, closed gates, ε, λ.
         landing: the gates and the share of the MACs that were closed at once at the deadline.
         proof: the largest difference that the last `export` found, for every mode.
-        copies: other copies of the gated model, such as averaged weights, that `compact` cuts.
+        copies: copies of the gated model, such as averaged weights, that `compact` cuts besides
+            those that it finds: deep copies that were updated since.
 
     Raises:
         PruneError: if an argument is wrong, the model cannot be traced, no channel is prunable, or
@@ -159,7 +161,8 @@ class Pruner(PruningRun):
         """Move the gates after every real step of this optimizer.
 
         Args:
-            optimizer: holds the gates.
+            optimizer: holds the gates. A wrapper with a torch optimizer as `.optimizer`, such as
+                accelerate's, will do.
             *others: optimizers of other parameters; `compact` cuts their state, too.
 
         Raises:
@@ -168,27 +171,34 @@ class Pruner(PruningRun):
         Example:
             >>> pruner.attach(optimizer)
         """
-        check_optimizers((optimizer, *others))
+        optimizer, *rest = raw_optimizers((optimizer, *others))
         if self._optimizer is not None:
             raise PruneError("attach: this pruner is attached already; one optimizer is enough.")
+        for one in (optimizer, *rest):
+            self._compaction.drop_removed(one)
         check_gates(self._named_alphas(), self._stepper.alphas, optimizer)
         if self._compaction.automatic:
-            check_held(self.model, (optimizer, *others), "attach(optimizer, other)")
-        self._optimizer, self._others = optimizer, others
-        optimizer.register_step_pre_hook(lambda opt, args, kw: self._check_steps_left())
+            check_held(self.model, (optimizer, *rest), "attach(optimizer, other)")
+        self._optimizer, self._others = optimizer, tuple(rest)
+        self._step_check.attached(self._gate_group(optimizer), self.step_count)
+        optimizer.register_step_pre_hook(lambda opt, args, kw: self._before_step())
         optimizer.register_step_post_hook(lambda opt, args, kw: self._after_step(opt))
 
     def step(self) -> None:
         """Move the gates by one step; `attach` calls this after every optimizer step.
 
+        After the announced number of steps, it warns once and leaves the gates as they are.
+
         Raises:
-            PruneError: after the announced number of steps, or if gates are NaN or infinite.
+            PruneError: if gates are NaN or infinite, or parts of different checkpoints were loaded.
 
         Example:
             >>> optimizer.step()
             >>> pruner.step()  # only if the optimizer is not attached
         """
-        self._check_steps_left()
+        self._step_check(self.step_count)  # where attached, the optimizer was compared before
+        if self._hold_if_done():
+            return
         if self.lam is not None and self._optimizer is None and self._lr is None:
             raise PruneError(
                 "step: with lam= the pruner has to know the gates' learning rate: build the "
@@ -202,7 +212,7 @@ class Pruner(PruningRun):
             self._stepper.scale.fill_(self.lam * self._gate_lr())
         self._stepper()
         if not captured:
-            self._finish_step()
+            self._finish_step(self.compact)
 
     def replayed(self) -> None:
         """Do the host's part of a step after a CUDA graph that holds the step was replayed.
@@ -214,22 +224,11 @@ class Pruner(PruningRun):
             >>> cuda_graph.replay()  # doctest: +SKIP
             >>> pruner.replayed()  # doctest: +SKIP
         """
-        self._check_steps_left()
+        self._before_step()
+        if self.step_count >= self.steps:
+            return
         self._check_gates_if_due()
-        self._finish_step()
-
-    def _finish_step(self) -> None:
-        """Count the step, look at the gates if it is time, and compact if that pays."""
-        if not self._steering.count_step(float(self._gate_lr())):
-            return
-        compaction, step, now = self._compaction, self.step_count, self.history[-1]
-        if not compaction.automatic or compaction.gave_up:
-            return
-        if compaction.pays(now["macs"], self.steps - step, self.steps, self.landed):
-            try:
-                self.compact()
-            except PruneError as error:
-                compaction.give_up(error)
+        self._finish_step(self.compact)
 
     def _after_step(self, optimizer: Optimizer) -> None:
         found_inf = getattr(optimizer, "found_inf", None)  # fused optimizers skip steps themselves
@@ -301,8 +300,8 @@ class Pruner(PruningRun):
 
         Args:
             optimizer: optimizers besides those attached; `()` if there are none.
-            copies: other copies of the gated model to cut, such as
-                `torch.optim.swa_utils.AveragedModel`; by default `pruner.copies`.
+            copies: copies of the gated model to cut; by default `pruner.copies`. Averages that were
+                updated, such as `torch.optim.swa_utils.AveragedModel`, need not be named.
             verify: compact a copy first and compare it with the model.
 
         Raises:
@@ -314,15 +313,22 @@ class Pruner(PruningRun):
         known = self._optimizers(optimizer)
         check_known(known, optimizer is None and self.step_count > 0)
         example = self._here() if verify else None
-        if self._compaction.run(self._alive(), known, copies, example):
+        others = self._compaction.copies.to_cut(copies)
+        if self._compaction.run(self._alive(), known, others, example):
             self._after_compaction()
 
-    def export(self, verify: bool = True) -> nn.Module:
+    def export(
+        self, *wrong: object, model: nn.Module | None = None, verify: bool = True
+    ) -> nn.Module:
         """Return a new, plain, small model that computes the same function as the gated one.
 
         The gated model stays as it is.
 
         Args:
+            *wrong: there are no positional arguments.
+            model: a copy of the gated model with other weights, such as an average, to be cut by
+                the same plan; it may be inside of a wrapper, such as
+                `torch.optim.swa_utils.AveragedModel`.
             verify: compare the small model with the gated one, in train and in eval mode, on the
                 example and on other inputs. `pruner.proof` has the largest differences.
 
@@ -330,23 +336,27 @@ class Pruner(PruningRun):
             A module of the model's own class with smaller layers.
 
         Raises:
-            PruneError: if the budget is not met yet, weights are NaN or infinite, or the small
-                model differs.
+            PruneError: if the budget is not met yet, weights are NaN or infinite, the small model
+                differs, or `model` is no copy of the gated one.
 
         Example:
             >>> small = pruner.export()
+            >>> small = pruner.export(model=average)  # doctest: +SKIP
         """
+        check_keywords("export", wrong)
         check_finite(self._named_alphas(), self._flat())
-        check_weights(self.model)
+        gated = self.model if model is None else self._compaction.copies.with_own_gates(model)
+        check_weights(gated)
         share = self.graph.cost.share(self._widths())
         deadline = 0 if self.landed else self.schedule.deadline(self.steps)
         check_done(self.limits, share, self.step_count, self.steps, deadline)
-        warn_of_hooks(self.model)
-        alive, example = self._alive(), self._here()
+        warn_of_early_export(self.step_count, self.steps)
+        warn_of_hooks(gated)
+        alive, example = self._alive(), self._here(gated)
         with slots_cleared(self._compaction.slots):
-            small = self._exporter.cut(self.model, alive, example)
+            small = self._exporter.cut(gated, alive, example)
         if verify:
-            self.proof = self._exporter.proved(small, alive, example, self.cost()["macs"])
+            self.proof = self._exporter.proved(gated, small, alive, example, self.cost()["macs"])
             if self._stopwatch is not None:
                 self._stopwatch.check(small)
         return small
@@ -354,7 +364,10 @@ class Pruner(PruningRun):
     # --- resuming ---------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Return what a resumed run needs besides the state of the model and the optimizer.
+        """Return the state of the run, which the state dict of the model has, too.
+
+        It is needed only where a checkpoint drops entries of the model's state that it does not
+        know.
 
         Raises:
             PruneError: if gates are NaN or infinite: such a checkpoint must not replace a good one.
@@ -364,13 +377,13 @@ class Pruner(PruningRun):
         """
         flat = self._flat()
         check_finite(self._named_alphas(), torch.cat([flat, self._stepper.worth.to(flat)]))
-        return self._state()
+        return {**self.current_state(), "history": copy.deepcopy(self.history)}
 
     def load_state_dict(self, state: State) -> None:
         """Resume from the state that `state_dict` returned.
 
-        Load it before the states of the model and the optimizer: after a `compact()` it brings the
-        model to the widths that those states have.
+        Loading the model's own state does that, too. Otherwise load this one first: after a
+        `compact()` it brings the model to the widths that the other states have.
 
         Args:
             state: what `state_dict` returned in a run with the same model and settings.
@@ -381,5 +394,7 @@ class Pruner(PruningRun):
         Example:
             >>> pruner.load_state_dict(state)
         """
-        check_state(state, self._state(), self.graph, self._steering.deadline)
-        self._restore(state)
+        own = self.current_state()
+        self._restore(check_state(state, own, self.graph, self._steering.deadline))
+        self._step_check.accept()
+        self._note_step()

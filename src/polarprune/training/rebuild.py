@@ -9,6 +9,7 @@ optimizer's state are cut in the same way.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -63,6 +64,7 @@ class Rebuild:
         self.bare, self.graph = bare, graph
         self.before, self.after = before, graph.settle(after)
         self.recipe = write_recipe(bare, graph, plan_of(graph, self.after))
+        self.removed: list[weakref.ref[Tensor]] = []  # parameters of layers that were removed
 
     @property
     def changes_nothing(self) -> bool:
@@ -77,8 +79,10 @@ class Rebuild:
             if name in held:
                 cut_tensor(held[name], self._kept(axes), optimizers)
         remaining = _fill(new, held)
+        gone = [tensor for tensor in held.values() if id(tensor) not in remaining]
+        self.removed += map(weakref.ref, gone)
         for optimizer in optimizers:
-            _drop_parameters(optimizer, {id(tensor) for tensor in held.values()} - remaining)
+            drop_parameters(optimizer, {id(tensor) for tensor in gone})
         _Takeover(self.recipe)(model, new)
         leave_fused_path(model)
         attach_recipe(model, self.recipe.to_json())
@@ -130,18 +134,23 @@ def check_optimizer_state(optimizer: Optimizer) -> None:
                     f"compact: {type(optimizer).__name__} keeps {key} of shape "
                     f"{list(value.shape)} for a parameter of shape {list(parameter.shape)}, "
                     f"which cannot be cut. Nothing was changed; continue training without "
-                    f"compact()."
+                    f"compact(). When you resume, load the model's state before the optimizer's."
                 )
 
 
-def check_copy(copy: nn.Module, model: nn.Module) -> None:
-    """Refuse a model that is no copy of the gated model."""
-    shapes = [{k: v.shape for k, v in m.state_dict().items()} for m in (copy, model)]
-    if shapes[0] != shapes[1]:
+def same_shapes(one: nn.Module, other: nn.Module) -> bool:
+    """Return whether two models have tensors of the same names and shapes."""
+    shapes = [{name: x.shape for name, x in named_tensors(model)} for model in (one, other)]
+    return shapes[0] == shapes[1]
+
+
+def check_copy(where: str, copy: object, model: nn.Module) -> None:
+    """Refuse what is no copy of the gated model."""
+    if not isinstance(copy, nn.Module) or not same_shapes(copy, model):
         raise PruneError(
-            f"compact: one of the copies ({type(copy).__name__}) is not a copy of the gated model "
-            f"as it is now. Copy the model after the Pruner was built, and keep the copy in "
-            f"pruner.copies. Nothing was changed."
+            f"{where}: {type(copy).__name__} is not a copy of the gated model as it is now. Copy "
+            f"the model after the Pruner was built, and keep the copy in pruner.copies, so that "
+            f"compact() cuts it, too. Nothing was changed."
         )
 
 
@@ -221,7 +230,7 @@ def cut_tensor(tensor: Tensor, kept: Mapping[int, Tensor], optimizers: Sequence[
                 state[key] = select_kept(value, kept)
 
 
-def _drop_parameters(optimizer: Optimizer, gone: set[int]) -> None:
+def drop_parameters(optimizer: Optimizer, gone: set[int]) -> None:
     """Remove the parameters of layers that were removed from an optimizer."""
     for group in optimizer.param_groups:
         for parameter in [p for p in group["params"] if id(p) in gone]:

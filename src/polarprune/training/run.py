@@ -24,15 +24,17 @@ from ..gates.gate import Gate
 from ..gates.install import install
 from ..surgery.proof import example_for
 from ..tracing.model_state import Example
-from ..validation.optimizers import check_optimizers
-from ..validation.run import check_finite, check_prunable
+from ..validation.optimizers import raw_optimizers
+from ..validation.pruner_state import check_state
+from ..validation.run import check_finite, check_prunable, warn_of_more_steps
+from .carried_state import carry_state
 from .compaction import Compaction
 from .export import Exporter
 from .schedule import Schedule
+from .state_bytes import State
 from .steering import Progress, Row, Steering
+from .step_check import StepCheck, note_step
 from .stepper import Stepper
-
-State = dict[str, Any]  # of a pruner: tensors and plain data
 
 
 class PruningRun:
@@ -78,7 +80,9 @@ class PruningRun:
         self._optimizer: Optimizer | None = None
         self._others: tuple[Optimizer, ...] = ()
         self._lr: float | None = None
+        self._step_check, self._warned = StepCheck(), False
         self._steering.look(0.0)
+        carry_state(model, self)
 
     def _build_budget(self) -> None:
         """Set up the limits, and measure the latency if that is limited; refuse what is too low."""
@@ -111,24 +115,62 @@ class PruningRun:
         if self._steering.is_due:
             check_finite(self._named_alphas(), self._flat())
 
-    def _check_steps_left(self) -> None:
+    def _hold_if_done(self) -> bool:
+        """After the announced steps, leave the gates as they are, and warn once."""
+        if self.step_count < self.steps:
+            return False
+        self._stepper.hold()
+        self._compaction.copies.follow()
+        if not self._warned:
+            self._warned = True
+            warn_of_more_steps(self.steps)
+        return True
+
+    def _finish_step(self, compact: Callable[[], None]) -> None:
+        """Count the step, look at the gates if it is time, and compact if that pays."""
+        due = self._steering.count_step(float(self._gate_lr()))
+        self._note_step()
+        if due:
+            self._compact_if_it_pays(compact)
         if self.step_count >= self.steps:
-            raise PruneError(
-                f"steps: {self.steps} steps were announced and all are done. Set "
-                f"steps = epochs * len(loader) (optimizer steps, not batches, if gradients are "
-                f"accumulated); to continue training, export first and train the small model."
-            )
+            self._stepper.keep()
+        self._compaction.copies.follow()
+
+    def _compact_if_it_pays(self, compact: Callable[[], None]) -> None:
+        compaction, step, now = self._compaction, self.step_count, self.history[-1]
+        if not compaction.automatic or compaction.gave_up:
+            return
+        if compaction.pays(now["macs"], self.steps - step, self.steps, self.landed):
+            try:
+                compact()
+            except PruneError as error:
+                compaction.give_up(error)
 
     def _gate_lr(self) -> float | Tensor:
         """Return the gates' learning rate: a tensor if the optimizer's step is captured."""
         if self._optimizer is None:
             return self._lr or 0.0
+        rate: float | Tensor = self._gate_group(self._optimizer)["lr"]
+        return rate
+
+    def _gate_group(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the parameter group that holds the (first) gates."""
         first = id(self._stepper.alphas[0])
-        for group in self._optimizer.param_groups:
+        for group in optimizer.param_groups:
             if any(id(p) == first for p in group["params"]):
-                rate: float | Tensor = group["lr"]
-                return rate
+                return group
         raise AssertionError("attach made sure that the optimizer holds the gates")
+
+    def _before_step(self) -> None:
+        """Refuse a step with parts of different checkpoints."""
+        group = None if self._optimizer is None else self._gate_group(self._optimizer)
+        self._step_check(self.step_count, group)
+        self._hold_if_done()
+
+    def _note_step(self) -> None:
+        """Write the number of steps done where the state of the optimizer has it, too."""
+        if self._optimizer is not None:
+            note_step(self._gate_group(self._optimizer), self.step_count)
 
     # --- progress ---------------------------------------------------------------------------------
 
@@ -159,12 +201,12 @@ class PruningRun:
 
     @property
     def copies(self) -> list[nn.Module]:
-        """Other copies of the gated model that `compact` cuts."""
-        return self._compaction.copies
+        """Copies of the gated model that `compact` cuts besides those that it finds."""
+        return self._compaction.copies.named
 
     @copies.setter
     def copies(self, given: list[nn.Module]) -> None:
-        self._compaction.copies = given
+        self._compaction.copies.named = given
 
     def _named_alphas(self) -> dict[str, nn.Parameter]:
         return {name: gate.alpha for name, gate in self.gates.items()}
@@ -184,14 +226,14 @@ class PruningRun:
         goal = self.limits if self.lam is None else {"lam": self.lam}
         return {**goal, "steps": self.steps, "multiple_of": self.multiple_of}
 
-    def _here(self) -> Example:
-        """Return the example on the device of the model, in its precision."""
-        return example_for(self.example, self._weight(), self._traced_dtype)
+    def _here(self, model: nn.Module | None = None) -> Example:
+        """Return the example on the device of the model (or of a copy), in its precision."""
+        return example_for(self.example, self._weight(model), self._traced_dtype)
 
-    def _weight(self) -> Tensor:
+    def _weight(self, model: nn.Module | None = None) -> Tensor:
         """Return one of the model's weights, which tells its device and precision."""
         mine = {id(alpha) for alpha in self._stepper.alphas}
-        weights = [p for p in self.model.parameters() if p.is_floating_point()]
+        weights = [p for p in (model or self.model).parameters() if p.is_floating_point()]
         return next((p for p in weights if id(p) not in mine), self._flat())
 
     # --- smaller models ---------------------------------------------------------------------------
@@ -203,12 +245,12 @@ class PruningRun:
     def _optimizers(self, more: object = ()) -> list[Optimizer]:
         given = list(more) if isinstance(more, Iterable) else [more]
         found = [one for one in (self._optimizer, *self._others, *given) if one is not None]
-        check_optimizers(found, "compact")
-        return list(dict.fromkeys(one for one in found if isinstance(one, Optimizer)))
+        return list(dict.fromkeys(raw_optimizers(found, "compact")))
 
     # --- resuming ---------------------------------------------------------------------------------
 
-    def _state(self) -> State:
+    def current_state(self) -> State:
+        """Return the state; its history is that of the pruner, not a copy."""
         sizes = [group.size for group in self.graph.prunable.values()]
         compaction = self._compaction
         return {
@@ -222,16 +264,30 @@ class PruningRun:
             "compacted": compaction.share,
             "given_up": compaction.gave_up,
             "stepper": self._stepper.state(),
-            "history": copy.deepcopy(self.history),
+            "history": self.history,
             **({"latency": self._stopwatch.state()} if self._stopwatch else {}),
         }
+
+    def resume(self, state: object) -> None:
+        """Check a state that came with the model's, and continue from it."""
+        self._restore(check_state(state, self.current_state(), self.graph, self._steering.deadline))
+        self._step_check.model_loaded()
+
+    def check_loaded_gates(self) -> None:
+        """Compare the gates with the state after a state dict was loaded into the model."""
+        self._step_check.gates_loaded(own=self._stepper.has_own_gates())
+
+    def add_copy(self, source: nn.Module, copy: nn.Module) -> None:
+        """Get to know a deep copy of the gated model, or of a copy of it."""
+        self._compaction.copies.add(source, copy)
 
     def _restore(self, state: State) -> None:
         """Continue from a state that was checked."""
         compaction = self._compaction
         rebuild = compaction.rebuild(state["present"].cpu())
         optimizers = self._optimizers()
-        copies = compaction.check(rebuild, optimizers)
+        copies = compaction.copies.to_cut(snapshots=True)
+        compaction.check(rebuild, optimizers, copies)
         if not rebuild.changes_nothing:
             compaction.apply(rebuild, optimizers, copies)
             self._stepper.keep_only(compaction.present)
@@ -242,5 +298,7 @@ class PruningRun:
         self._steering.progress = Progress(
             state["step"], state["landed"], dict(state["landing"]), copy.deepcopy(state["history"])
         )
+        if self.step_count >= self.steps:
+            self._stepper.keep()
         if self._stopwatch is not None:
             self._stopwatch.load(state["latency"])

@@ -55,6 +55,7 @@ class Stepper:
         self.alphas: list[nn.Parameter] = [gate.alpha for gate in gates.values()]
         self._first = next(iter(gates.values()))
         self.before = torch.ones(len(owner), dtype=self._first.alpha.dtype)  # α before this step
+        self.final = self.before  # α after the last step
         self.shrink = torch.zeros_like(self.before)  # how much a closing gate shrinks in a step
         self.worth = torch.zeros(len(owner), dtype=torch.float64)  # how much the loss needs a gate
         self.weight = torch.ones((), dtype=torch.float64)  # of the newest value in that average
@@ -98,6 +99,21 @@ class Stepper:
         left = alpha if self.kept is None else alpha[self.kept]
         pieces = left.split([part.numel() for part in self.alphas])
         torch._foreach_copy_(list[Tensor](self.alphas), list(pieces))
+
+    def keep(self) -> None:
+        """Take note of α as it is now, for `hold`."""
+        self.final = self.before.clone()
+
+    def hold(self) -> None:
+        """Write α as it was at the last `keep`."""
+        self.follow_device()
+        self.put(self.final)
+
+    @torch.no_grad()
+    def has_own_gates(self) -> bool:
+        """Return whether α is as it was last written: nothing else has changed it."""
+        self.follow_device()
+        return torch.equal(self.flat().to(self.before.dtype), self.before)
 
     @torch.no_grad()
     def set_step(self, step: int) -> None:

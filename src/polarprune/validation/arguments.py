@@ -121,6 +121,15 @@ def _guarded(rule: Rule) -> Rule:
     return guarded
 
 
+def check_keywords(where: str, positional: Iterable[object]) -> None:
+    """Refuse positional arguments of a method that has none."""
+    for one in positional:
+        raise PruneError(
+            f"{where}: got {type(one).__name__} as a positional argument. Give arguments by name: "
+            f"{where}(model=average) or {where}(verify=False)."
+        )
+
+
 def check_path(where: str, path: object) -> None:
     """Require the name of a file."""
     if not isinstance(path, (str, os.PathLike)) or not str(path):

@@ -14,14 +14,29 @@ from .numbers import is_number
 _REMEDY = "build the optimizer with pruner.param_groups(lr=..., weight_decay=...)"
 
 
-def check_optimizers(given: Iterable[object], where: str = "attach") -> None:
-    """Require optimizers of torch, without wrappers."""
+def raw_optimizers(given: Iterable[object], where: str = "attach") -> list[Optimizer]:
+    """Return optimizers of torch, taken out of wrappers that hold one as `.optimizer`.
+
+    A wrapper may be an `Optimizer` by name only, as accelerate's is, which has no hooks. The hooks
+    of the raw optimizer follow the steps that are really taken.
+    """
+    found = []
     for one in given:
-        if not isinstance(one, Optimizer):
+        raw = one
+        while not _has_hooks(raw) and getattr(raw, "optimizer", raw) is not raw:
+            raw = getattr(raw, "optimizer", raw)
+        if not (isinstance(raw, Optimizer) and _has_hooks(raw)):
             raise PruneError(
                 f"{where}: {type(one).__name__} is not a torch.optim.Optimizer; "
                 f"{'attach to' if where == 'attach' else 'give'} the raw optimizer inside it."
             )
+        found.append(raw)
+    return found
+
+
+def _has_hooks(optimizer: object) -> bool:
+    """Return whether hooks of steps can be registered."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
 def check_gates(

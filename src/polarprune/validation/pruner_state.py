@@ -26,8 +26,8 @@ _Range = tuple[_Number, Callable[[_Number], bool]]  # a value, and whether it is
 _REMEDY = "Pass the dict that pruner.state_dict() returned"
 
 
-def check_state(state: object, own: State, graph: Graph, deadline: int) -> None:
-    """Raise unless a pruner can resume from a state.
+def check_state(state: object, own: State, graph: Graph, deadline: int) -> dict[str, Any]:
+    """Return a state if a pruner can resume from it.
 
     Args:
         state: The state to load.
@@ -51,6 +51,7 @@ def check_state(state: object, own: State, graph: Graph, deadline: int) -> None:
     _check_numbers(state, own, deadline)
     _check_present(state, graph)
     _check_history(state["history"], own["history"][0], state["step"])
+    return state
 
 
 def _refuse(part: str, problem: str) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from ..errors import PruneError
 if TYPE_CHECKING:
     from ..channels.graph import Graph
 
+_LATE = 0.9  # of the steps: an export before that is early
 _REMEDY = (
     "Continue training. Is pruner.attach(optimizer) called, and is steps the number of optimizer "
     "steps that are really taken?"
@@ -99,6 +101,28 @@ def check_done(
             f"export: the budget is not met: {now}, though {taken}. The gates were changed from "
             f"outside after they had closed: load the pruner's own state too."
         )
+
+
+def warn_of_early_export(step: int, steps: int) -> None:
+    """Warn if a model is exported long before the end of its training."""
+    if step < _LATE * steps:
+        warnings.warn(
+            f"export: {step} of {steps} steps were taken. The budget is met, but the weights have "
+            f"not adapted to the widths yet. Continue training; if this is the end, set steps to "
+            f"the number of optimizer steps that are really taken.",
+            stacklevel=3,
+        )
+
+
+def warn_of_more_steps(steps: int) -> None:
+    """Warn of the first step after those that were announced."""
+    warnings.warn(
+        f"steps: {steps} steps were announced and all are done; gates stay as they are from now "
+        f"on, and steps are not counted. Set steps = epochs * len(loader) (optimizer steps, not "
+        f"batches, if gradients are accumulated); to train on at full speed, export first and "
+        f"train the small model.",
+        stacklevel=5,
+    )
 
 
 def check_weights(model: nn.Module) -> None:

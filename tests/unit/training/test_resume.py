@@ -13,47 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import polarprune as pp
 from polarprune.validation.pruner_state import check_state
 from tests.helpers.made_up_clock import IMAGES, Clock, net, wound_up
 from tests.helpers.nets import digits_resnet
+from tests.helpers.resuming import OPTIMIZERS, STEPS, Parts, assert_same, build, learn
 from tests.helpers.training import same_state, sgd, snapshot
 
-STEPS = 40
 State = dict[str, Any]
-
-
-def adam(pruner: pp.Pruner) -> torch.optim.Optimizer:
-    return torch.optim.Adam(pruner.param_groups(lr=0.01))
-
-
-OPTIMIZERS = {"sgd": sgd, "adam": adam}
-
-
-def build(optimizer: str = "sgd", **settings: Any) -> tuple[pp.Pruner, Any, Any]:
-    """In the order in which states are loaded."""
-    torch.manual_seed(1)
-    model = digits_resnet(8)
-    settings = {"macs": 0.3, "steps": STEPS, **settings}
-    pruner = pp.Pruner(model, torch.zeros(2, 1, 8, 8), **settings)
-    chosen = OPTIMIZERS[optimizer](pruner)
-    pruner.attach(chosen)
-    return pruner, model, chosen
-
-
-def learn(parts: tuple[pp.Pruner, Any, Any], first: int, last: int) -> None:
-    _, model, optimizer = parts
-    model.train()
-    for number in range(first, last):
-        generator = torch.Generator().manual_seed(number)
-        images = torch.randn(4, 1, 8, 8, generator=generator)
-        labels = torch.randint(10, (4,), generator=generator)
-        optimizer.zero_grad()
-        F.cross_entropy(model(images), labels).backward()
-        optimizer.step()
 
 
 def stored(parts: tuple[Any, ...]) -> list[State]:
@@ -96,7 +65,7 @@ def test_a_run_with_a_budget_of_latency_resumes_bit_equal_if_the_clock_is_exact(
 ) -> None:
     wound_up(Clock(), monkeypatch)
 
-    def parts() -> tuple[pp.Pruner, Any, Any]:
+    def parts() -> Parts:
         pruner = pp.Pruner(net(), IMAGES, latency=0.5, steps=STEPS, compact="auto")
         optimizer = sgd(pruner)
         pruner.attach(optimizer)
@@ -127,24 +96,7 @@ def test_what_was_given_up_is_not_tried_again_after_a_break() -> None:
 # --- damaged states -------------------------------------------------------------------------------
 
 
-def assert_same(one: Any, other: Any) -> None:
-    """Bit-equal, whatever it is made of."""
-    assert type(one) is type(other)
-    if isinstance(one, Tensor):
-        assert one.dtype == other.dtype and torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert list(one) == list(other)
-        for key in one:
-            assert_same(one[key], other[key])
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other)
-        for pair in zip(one, other, strict=True):
-            assert_same(*pair)
-    else:
-        assert one == other
-
-
-def picture(parts: tuple[pp.Pruner, Any, Any]) -> list[Any]:
+def picture(parts: Parts) -> list[Any]:
     """All that must not change: states, hooks, modes, classes, outputs."""
     pruner, model, optimizer = parts
     modules = list(model.modules())
@@ -160,7 +112,7 @@ def picture(parts: tuple[pp.Pruner, Any, Any]) -> list[Any]:
 
 
 @contextmanager
-def refused(parts: tuple[pp.Pruner, Any, Any], message: str) -> Iterator[None]:
+def refused(parts: Parts, message: str) -> Iterator[None]:
     before = picture(parts)
     with pytest.raises(pp.PruneError, match=message) as error:
         yield
@@ -178,7 +130,7 @@ def whole_state() -> State:
 
 
 @pytest.fixture(scope="module")
-def fresh() -> tuple[pp.Pruner, Any, Any]:
+def fresh() -> Parts:
     """In training, nothing removed yet. No test changes it: that is what they are about."""
     parts = build(compact="auto")
     learn(parts, 0, 4)
@@ -236,7 +188,7 @@ def is_as_good(path: tuple[Any, ...], new: Any) -> bool:
 
 
 def test_every_damaged_part_is_refused_and_nothing_changes(
-    whole_state: State, fresh: tuple[pp.Pruner, Any, Any]
+    whole_state: State, fresh: Parts
 ) -> None:
     pruner, count = fresh[0], 0
     before = picture(fresh)
@@ -287,7 +239,7 @@ RANGES: dict[str, tuple[Callable[[State], Any], str]] = {
 
 @pytest.mark.parametrize("case", RANGES)
 def test_numbers_that_no_run_can_have_are_refused(
-    case: str, whole_state: State, fresh: tuple[pp.Pruner, Any, Any]
+    case: str, whole_state: State, fresh: Parts
 ) -> None:
     damage, message = RANGES[case]
     state = copy.deepcopy(whole_state)
@@ -297,18 +249,18 @@ def test_numbers_that_no_run_can_have_are_refused(
 
 
 @pytest.mark.parametrize("state", [None, 3, "state.pt", [], torch.zeros(3)], ids=repr)
-def test_what_is_no_state_is_refused(state: Any, fresh: tuple[pp.Pruner, Any, Any]) -> None:
+def test_what_is_no_state_is_refused(state: Any, fresh: Parts) -> None:
     with refused(fresh, r"load_state_dict: .*Pass the dict that pruner.state_dict\(\) returned"):
         fresh[0].load_state_dict(state)
 
 
-def test_the_states_of_other_parts_are_refused(fresh: tuple[pp.Pruner, Any, Any]) -> None:
+def test_the_states_of_other_parts_are_refused(fresh: Parts) -> None:
     for other in fresh[1:]:
         with refused(fresh, "the state has no"):
             fresh[0].load_state_dict(other.state_dict())
 
 
-def test_states_of_other_models_and_runs_are_refused(fresh: tuple[pp.Pruner, Any, Any]) -> None:
+def test_states_of_other_models_and_runs_are_refused(fresh: Parts) -> None:
     example = torch.zeros(2, 1, 8, 8)
     wider = pp.Pruner(digits_resnet(12), example, macs=0.3, steps=STEPS)
     with refused(fresh, "the groups of the state differ from those of this model"):
@@ -327,7 +279,7 @@ def test_channels_that_were_removed_do_not_come_back(whole_state: State) -> None
         later[0].load_state_dict(stored(earlier)[0])
 
 
-def test_a_model_of_the_latency_is_checked_too(fresh: tuple[pp.Pruner, Any, Any]) -> None:
+def test_a_model_of_the_latency_is_checked_too(fresh: Parts) -> None:
     fitted = {
         "whole": 1e6,
         "steps": torch.ones(3),

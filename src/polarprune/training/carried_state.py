@@ -1,0 +1,126 @@
+"""The state of a pruner travels in the `state_dict` of its model.
+
+Frameworks store the states of the model and of the optimizer, and know nothing of a pruner. Three
+hooks of the model therefore add one entry to its state dict, take it out when such a dict is
+loaded, and look at the result. Copies of the model keep the hooks, which then only let the entry
+pass: a copy has no state of its own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+from torch import nn
+
+from ..torch_internals.markers import STATE, attach_state
+from .state_bytes import State, decode, encode
+
+
+class Run(Protocol):
+    """What the hooks need of a pruning run."""
+
+    def current_state(self) -> State:
+        """Return the state to store."""
+
+    def resume(self, state: object) -> None:
+        """Check a state, and continue from it."""
+
+    def check_loaded_gates(self) -> None:
+        """Compare the gates with the state after a state dict was loaded."""
+
+    def add_copy(self, source: nn.Module, copy: nn.Module) -> None:
+        """Get to know a deep copy of the gated model, or of a copy of it."""
+
+
+class CarriedState:
+    """The hooks of a gated model, or of a copy of one.
+
+    Args:
+        model: the gated model.
+        run: its pruner; None in a copy.
+        origin: the pruner of the original.
+    """
+
+    def __init__(
+        self, model: nn.Module | None, run: Run | None, origin: weakref.ref[Run] | None
+    ) -> None:
+        self.run, self.origin = run, origin
+        self.model = None if model is None else weakref.ref(model)
+
+    def __call__(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object
+    ) -> None:
+        """Add the entry to a state dict, in which no tensor of a gate shares memory."""
+        _separate_gates(state, prefix)
+        if self.run is not None:
+            found = self.run.current_state()
+            device = next(iter(found["alpha"].values())).device
+            state[prefix + STATE] = encode(found, device)
+
+    def before_load(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, *others: object
+    ) -> None:
+        """Take the entry out of a state dict, and bring the model to its widths."""
+        entry = state.pop(prefix + STATE, None)
+        if self.run is not None and entry is not None:
+            self.run.resume(decode(entry))
+
+    def after_load(self, module: nn.Module, keys: object) -> None:
+        """Look at the gates that were loaded."""
+        if self.run is not None:
+            self.run.check_loaded_gates()
+
+    def inert(self) -> CarriedState:
+        """Return hooks for a copy that nobody needs to know of."""
+        return CarriedState(None, None, None)
+
+    def leave(self, module: nn.Module) -> None:
+        """Remove these hooks from a module."""
+        tables: tuple[dict[int, Any], ...] = (
+            module._state_dict_hooks,
+            module._load_state_dict_pre_hooks,
+            module._load_state_dict_post_hooks,
+        )
+        for table in tables:
+            for key, hook in list(table.items()):
+                hook = getattr(hook, "hook", hook)  # torch wraps those that get the module
+                if hook is self or getattr(hook, "__self__", None) is self:
+                    del table[key]
+        vars(module).pop(STATE, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CarriedState:
+        """Return the hooks of a copy, and make the copy known to the pruner."""
+        original = None if self.model is None else self.model()
+        run = None if self.origin is None else self.origin()
+        model = memo.get(id(original))
+        if run is None or original is None or not isinstance(model, nn.Module):
+            return self.inert()
+        run.add_copy(original, model)
+        return CarriedState(model, None, self.origin)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Leave the pruner out of pickles."""
+        return CarriedState, (None, None, None)
+
+
+def _separate_gates(state: dict[str, Any], prefix: str) -> None:
+    """Copy tensors of gates that a state dict holds under several names: safetensors needs that.
+
+    Parameters themselves (`keep_vars=True`) stay.
+    """
+    seen: set[int] = set()
+    for key, tensor in state.items():
+        if key.startswith(prefix) and ".gates." in key and not tensor.requires_grad:
+            if tensor.data_ptr() in seen:
+                state[key] = tensor.clone()
+            seen.add(tensor.data_ptr())
+
+
+def carry_state(model: nn.Module, run: Run) -> None:
+    """Let the state dict of a model have the state of its pruner."""
+    hooks = CarriedState(model, run, weakref.ref(run))
+    attach_state(model, hooks)
+    model.register_state_dict_post_hook(hooks)
+    model.register_load_state_dict_pre_hook(hooks.before_load)
+    model.register_load_state_dict_post_hook(hooks.after_load)

@@ -1,0 +1,66 @@
+"""Check before a step that model, pruner and optimizer continue from the same checkpoint.
+
+The parameter group of the gates holds the number of the step as one of its options, so that the
+state of the optimizer has it, too. Options that an optimizer does not know are kept by torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import PruneError
+
+_STEP = "polarprune_step"
+_ACCEPT = "to continue as it is now, call pruner.load_state_dict(pruner.state_dict())"
+
+
+def note_step(group: dict[str, Any], step: int) -> None:
+    """Write the number of steps done into the parameter group of the gates."""
+    group[_STEP] = step
+
+
+class StepCheck:
+    """Knows which parts of a run were loaded."""
+
+    def __init__(self) -> None:
+        self._foreign_gates = False  # gates were loaded that are not those of the pruner's state
+        self._awaits_optimizer = False  # the model's state was loaded, the optimizer's is unknown
+
+    def __call__(self, step: int, group: dict[str, Any] | None = None) -> None:
+        """Raise unless all parts are of this step.
+
+        Args:
+            step: the number of steps that the pruner has counted.
+            group: the parameter group of the gates, if an optimizer is attached.
+        """
+        if self._foreign_gates:
+            raise PruneError(
+                f"step: gates were loaded into the model without the pruner's state of the same "
+                f"moment, which model.state_dict() has had as 'polarprune_state'. Load that whole "
+                f"dict, or call pruner.load_state_dict(state) with what pruner.state_dict() "
+                f"returned then; {_ACCEPT}. Nothing was changed."
+            )
+        other = step if group is None else group.get(_STEP, step)
+        if other != step:
+            raise PruneError(
+                f"step: the model is at step {step}, but the optimizer at step {other}: only one "
+                f"of them was loaded, or they are of different checkpoints. Load the states of "
+                f"both from the same checkpoint; {_ACCEPT}. Nothing was changed."
+            )
+        self._awaits_optimizer = False
+
+    def attached(self, group: dict[str, Any], step: int) -> None:
+        """Take note of an optimizer, whose state may have been loaded already."""
+        group.setdefault(_STEP, 0 if self._awaits_optimizer else step)
+
+    def model_loaded(self) -> None:
+        """Expect the optimizer to be loaded, too: now or after it is attached."""
+        self._awaits_optimizer = True
+
+    def gates_loaded(self, *, own: bool) -> None:
+        """Take note of gates that were loaded, and whether they are those of the state."""
+        self._foreign_gates = not own
+
+    def accept(self) -> None:
+        """Continue with the present gates and the present optimizer."""
+        self._foreign_gates = self._awaits_optimizer = False
