@@ -102,7 +102,7 @@ class Pruning(BaseTrainer):
             # Ultralytics fuses its layers after the training: none of them may be replaced.
             settings = {"steps": steps, "min_channels": 1, **self.settings}
             self.pruner = Pruner(model, images, **settings)
-            weights = optimizer.param_groups[0]
+            weights = min(optimizer.param_groups, key=lambda group: group["lr"])
             gates = self.pruner.param_groups(lr=weights["lr"])[-1]
             known = {k: v for k, v in weights.items() if k not in ("params", "lr", "weight_decay")}
             optimizer.add_param_group({**known, **gates, "param_group": "gates"})
@@ -112,8 +112,9 @@ class Pruning(BaseTrainer):
     def _check(self) -> None:
         """Refuse what this trainer cannot do."""
         args = self.args
-        wrong = [name for name in ("time", "compile", "distill_model") if getattr(args, name)]
-        wrong += ["quantize=8"] * (args.quantize == 8) + ["several devices"] * (RANK != -1)
+        wrong = [k for k in ("time", "compile", "distill_model") if getattr(args, k, None)]
+        wrong += ["quantize=8"] * (getattr(args, "quantize", None) == 8)
+        wrong += ["several devices"] * (RANK != -1)
         if wrong:
             raise PruneError(f"train: pruning does not work with {wrong[0]}; train without it.")
 
