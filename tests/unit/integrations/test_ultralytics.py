@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 from ultralytics import YOLO
+from ultralytics.nn.modules.block import C2f
 
 import polarprune as pp
 from polarprune import PruneError
@@ -72,9 +73,20 @@ def test_both_files_hold_the_small_plain_model(trained: Trained) -> None:
         model = YOLO(trained.file(name)).model
         assert parameters(model) == pruner.cost()["params"]
         assert not any(isinstance(module, pp.Gate) for module in model.modules())
-        blocks = [module for module in model.modules() if type(module).__name__ == "C3k2"]
-        assert [block.c for block in blocks] == [b.cv1.conv.out_channels // 2 for b in blocks]
-        assert sum(block.c for block in blocks) < 6 + 12
+
+
+def test_the_width_that_the_forward_for_exporters_reads_follows(trained: Trained) -> None:
+    """An exporter puts `forward_split`, which reads `c`, in the place of `forward`."""
+    model, x = YOLO(trained.model).model.eval(), torch.rand(2, 3, SIZE, SIZE)
+    graph = pp.trace(model, x)
+    small = pp.shrink(model, graph, {k: [*range(g.size // 2)] for k, g in graph.prunable.items()})
+    before = [module.c for module in model.modules() if isinstance(module, C2f)]
+    blocks = [module for module in small.modules() if isinstance(module, C2f)]
+    assert [block.c for block in blocks] == [c // 2 for c in before] == [3, 6]
+    wanted = small(x)[0]
+    for block in blocks:
+        block.forward = block.forward_split
+    assert torch.equal(small(x)[0], wanted)
 
 
 def test_the_small_model_predicts_validates_and_is_saved(trained: Trained) -> None:
