@@ -14,10 +14,11 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = sorted((ROOT / "src").rglob("README.md"))
 TRAINERS = ROOT / "docs" / "trainers.md"  # its code runs in tests/unit/integrations
 TEXTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *PACKAGES]
+ULTRALYTICS = ROOT / "docs" / "ultralytics.md"  # its code runs in tests/unit/integrations
 BLOCKS = [
     pytest.param(block, id=f"{text.relative_to(ROOT)}-{number}")
     for text in TEXTS
-    if text != TRAINERS
+    if text not in (TRAINERS, ULTRALYTICS)
     for number, block in enumerate(
         re.findall(r"```python\n(.*?)```", text.read_text(encoding="utf-8"), re.DOTALL)
     )

@@ -391,6 +391,10 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
         for value in (0, -3, 2.5, 10.0, "ten", None, True, math.nan, 10**30)
     ),
     *(
+        ({"min_channels": value}, r"min_channels=.*: give a number of channels, 0 or more")
+        for value in (-1, 0.5, True, "2")
+    ),
+    *(
         ({"multiple_of": value}, f"multiple_of={value!r}: give a positive integer")
         for value in (0, -8, 1.5, "8", None, True)
     ),

@@ -15,7 +15,7 @@ from functools import partial
 from torch import nn
 
 from ..channels.connectivity import attention_groups, carrying_groups
-from ..channels.graph import FROZEN, Graph, Location, Rewrites, module_of
+from ..channels.graph import FROZEN, Graph, Location, Place, Rewrites, module_of
 from ..channels.grouping import build
 from ..channels.label_decisions import follow
 from ..channels.labels import Labels
@@ -51,9 +51,10 @@ class Inspection:
         keep: tuple[str, ...],
         rules: Mapping[object, Rule],
         norms: bool,
+        min_channels: int = 0,
     ) -> None:
         self.model, self.example, self.keep, self.rules = model, example, keep, rules
-        self.norms = norms
+        self.norms, self.min_channels = norms, min_channels
         self.modules = dict(model.named_modules())
         self.rewritten: dict[str, CapturedForward] = {}
         self.size_attributes: dict[str, dict[str, Location]] = {}
@@ -97,6 +98,8 @@ class Inspection:
             )
             needed = carrying_groups(graph) | attention_groups(graph) | self.must_keep.keys()
             graph = graph.with_minimum(dict.fromkeys(needed, 1))
+            asked = {k: min(self.min_channels, g.size) for k, g in graph.prunable.items()}
+            graph = graph.with_minimum(asked)
             return replace(graph, resources=measure(self.model, graph))
 
     def _with_weighted_norms(self, graph: Graph) -> Graph:
@@ -202,11 +205,10 @@ class Inspection:
         """Use these captured forwards; the model has to be traced again."""
         self.rewritten, self._tapes = rewritten, ()
 
-    def followed_attributes(self) -> dict[str, dict[str, Location]]:
+    def followed_attributes(self) -> dict[str, dict[str, Place]]:
         """Return the attributes that follow a width. Captured forwards do not read theirs."""
-        return {
-            path: mine for path, mine in self.size_attributes.items() if path not in self.rewritten
-        }
+        known = self.size_attributes.items()
+        return {path: dict(mine) for path, mine in known if path not in self.rewritten}
 
     def same_class(self, path: str) -> list[str]:
         """Return all modules of the class of this one."""

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..channels.graph import Graph
 from ..channels.propagation import Rule
@@ -30,6 +30,7 @@ from ..validation.arguments import checked_rules, keep_patterns
 from ..validation.models import check_example, check_model
 from .confirm import confirm
 from .inspection import Inspection
+from .unread_numbers import follow_unread_numbers
 
 
 def trace(
@@ -92,17 +93,25 @@ def survey(
     rules: Mapping[Any, Rule] | None = None,
     norms: bool = False,
     compare_outputs: bool = False,
+    min_channels: int = 0,
 ) -> Graph:
-    """Do what `trace` does; with `compare_outputs`, compare the outputs of trial cuts, too."""
+    """Do what `trace` does, with two more settings.
+
+    Args:
+        compare_outputs: Compare the outputs of trial cuts, too.
+        min_channels: How many channels every group keeps at least.
+    """
     patterns, own = keep_patterns(keep), checked_rules(rules)
     if not isinstance(norms, bool):
         raise PruneError(f"norms={norms!r}: give True or False.")
+    if type(min_channels) is not int or min_channels < 0:
+        raise PruneError(f"min_channels={min_channels!r}: give a number of channels, 0 or more.")
     _check_inputs(model, example)
     weights, remarks = find(model, example), by_hooks(model)
     forward_weights = weights.found
     names = computed(model) + [f"{path}.{one.leaf}" for path, one in forward_weights.items()]
     model = without_computed_weights(model, forward_weights)
-    inspection = Inspection(model, example, patterns, {**RULES, **own}, norms)
+    inspection = Inspection(model, example, patterns, {**RULES, **own}, norms, min_channels)
     graph = _confirmed(inspection, compare_outputs)
     held = {path: fixed_values(model.get_submodule(path)) for path in graph.rewritten}
     frozen = {name: group.reason for name, group in graph.groups.items() if group.frozen}
@@ -121,6 +130,7 @@ def _confirmed(inspection: Inspection, compare_outputs: bool) -> Graph:
     model = inspection.model
     with graphs_cached(), _without_old_garbage():
         graph = confirm(inspection, compare_outputs)
+        graph = follow_unread_numbers(inspection, graph)
         closable = [name for name, group in graph.prunable.items() if not group.minimum]
         with on_host():
             removed, kept = removed_with_groups(model, graph, closable)
@@ -136,14 +146,22 @@ def _check_inputs(model: nn.Module, example: Example) -> None:
     check_example((*args, *kwargs.values()), device)
 
 
-def changed(graph: Graph, model: nn.Module) -> list[str]:
-    """Return constants of rewritten modules that the model has changed since it was traced."""
-    return [
-        f"{path}.{name}"
-        for path, held in graph.rewrites.held.items()
-        for name, now in fixed_values(model.get_submodule(path)).items()
-        if name in held and held[name] != now
-    ]
+def changed(graph: Graph, model: nn.Module, present: Tensor) -> list[str]:
+    """Return constants of rewritten modules that the model has changed since it was traced.
+
+    Args:
+        graph: What was traced.
+        model: The model, which may have lost channels since.
+        present: The units that it still has.
+    """
+    found = []
+    for path, held in graph.rewrites.held.items():
+        places = graph.size_attributes.get(path, {})
+        widths = {name: graph.width(path, place, present) for name, place in places.items()}
+        expected = {**held, **widths}
+        now = fixed_values(model.get_submodule(path))
+        found += [f"{path}.{k}" for k, value in now.items() if expected.get(k, value) != value]
+    return found
 
 
 @contextmanager

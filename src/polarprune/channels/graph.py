@@ -22,7 +22,7 @@ from torch import Tensor
 from ..tracing.tape import Op, Tape, Value
 from ..validation.plans import checked_plan
 from .group_table import state_of, table
-from .layout import FROZEN, AxisUnits, Layout, Location, stays, varies
+from .layout import FROZEN, AxisUnits, Layout, Location, Place, stays, varies
 from .propagation import Contraction, Statistic
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ __all__ = [
     "Graph",
     "Group",
     "Location",
+    "Place",
     "Plan",
     "Rewrites",
     "module_of",
@@ -85,7 +86,7 @@ class Rewrites:
 
     Attributes:
         rewritten: Modules whose forward is replaced by a captured graph.
-        size_attributes: Module -> attribute -> the location whose width the attribute must equal.
+        size_attributes: Module -> attribute -> the place whose width the attribute must equal.
         weights: Modules with weighted norms, and the units that weight their statistics.
         weighted: The captured forward of these modules, with weighted statistics.
         computed: Names of weights that parametrizations compute.
@@ -94,7 +95,7 @@ class Rewrites:
     """
 
     rewritten: dict[str, CapturedForward] = field(default_factory=dict)
-    size_attributes: dict[str, dict[str, Location]] = field(default_factory=dict)
+    size_attributes: dict[str, dict[str, Place]] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
     weighted: dict[str, CapturedForward] = field(default_factory=dict)
     computed: list[str] = field(default_factory=list)
@@ -155,9 +156,12 @@ class Graph:
         }
         return replace(self, groups=groups)
 
-    def with_size_attributes(self, found: dict[str, dict[str, Location]]) -> Graph:
+    def with_size_attributes(self, found: Mapping[str, Mapping[str, Place]]) -> Graph:
         """Return a graph in which these attributes of modules follow widths."""
-        return replace(self, rewrites=replace(self.rewrites, size_attributes=found))
+        return replace(
+            self,
+            rewrites=replace(self.rewrites, size_attributes={k: dict(v) for k, v in found.items()}),
+        )
 
     def outline(self) -> Graph:
         """Return a graph with one unit for each group, to ask which groups close entirely."""
@@ -246,9 +250,9 @@ class Graph:
         """See `Layout.ops_in`."""
         return self.layout.ops_in(path)
 
-    def width(self, path: str, location: Location, alive: Tensor) -> int:
+    def width(self, path: str, place: Place, alive: Tensor) -> int:
         """See `Layout.width`."""
-        return self.layout.width(path, location, alive)
+        return self.layout.width(path, place, alive)
 
     def kept(self, value: Value, axis: int, alive: Tensor) -> Tensor | None:
         """See `Layout.kept`."""
@@ -268,7 +272,7 @@ class Graph:
         return self.rewrites.rewritten
 
     @property
-    def size_attributes(self) -> dict[str, dict[str, Location]]:
+    def size_attributes(self) -> dict[str, dict[str, Place]]:
         """See `Rewrites.size_attributes`."""
         return self.rewrites.size_attributes
 

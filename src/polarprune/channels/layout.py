@@ -23,6 +23,7 @@ FROZEN = -1
 
 # Where in a module a width occurs: number of the operation, number of its tensor, axis.
 Location = tuple[int, int, int]
+Place = Location | tuple[str, int]  # or an axis of a parameter or buffer, by its name in the model
 AxisUnits = dict[str, dict[int, Tensor]]  # tensor name -> axis -> unit of each index
 
 
@@ -82,13 +83,17 @@ class Layout:
         """Return the operations that a module performs itself, without those of its children."""
         return self._ops.get(path, [])
 
-    def width(self, path: str, location: Location, alive: Tensor) -> int:
-        """Return the size at a location in a module if only the units in `alive` are left."""
-        number, tensor, axis = location
+    def width(self, path: str, place: Place, alive: Tensor) -> int:
+        """Return the size at a place in a module if only the units in `alive` are left."""
+        if len(place) == 2:
+            name, axis = place
+            units = self.axes.get(name, {}).get(axis)
+            return self.shapes[name][axis] if units is None else int(stays(units, alive).sum())
+        number, tensor, axis = place
         ops = self.ops_in(path)
         seen = ops[number].tensors() if number < len(ops) else []
         if tensor >= len(seen) or axis >= len(seen[tensor].shape):
-            return 0  # the location belongs to another tape; a trial cut rejects it
+            return 0  # the place belongs to another tape; a trial cut rejects it
         value = seen[tensor]
         kept = self.kept(value, axis, alive)
         return value.shape[axis] if kept is None else int(kept.sum())

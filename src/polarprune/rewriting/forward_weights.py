@@ -22,7 +22,7 @@ from ..tracing.copying import copy_model
 from ..tracing.model_state import Example
 from .capture import capture_all, reason_of
 from .captured_forward import Refused, notes_of
-from .installed_forward import forward_of, with_method
+from .installed_forward import with_forward
 from .interpreter import runner
 from .parametrizations import ComputedWeight, computed, make_plain, plain_copy
 from .weight_graphs import ForwardWeight, own_tensors, separate_weight
@@ -125,7 +125,7 @@ def expose(model: nn.Module, found: dict[str, ForwardWeight]) -> nn.Module:
     for path, one in found.items():
         layer = model.get_submodule(path)
         if not is_weight_exposed(layer):
-            with_method(layer, forward_of(one.captured), integers_free=True)
+            with_forward(layer, one.captured, integers_free=True)
             mark_weight_exposed(layer)
             part = ParametrizedWeight(layer, one)
             parametrize.register_parametrization(layer, one.leaf, part, unsafe=True)

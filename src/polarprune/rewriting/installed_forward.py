@@ -2,7 +2,8 @@
 
 The module becomes an instance of a subclass of its own class, whose forward runs the graphs. Plain
 numbers that the original code read from `self` are constants in the graphs, so the subclass
-refuses to change them.
+refuses to change them. Copies and pickles of the module run the same graphs: the pickle holds them
+as plain data.
 """
 
 from __future__ import annotations
@@ -16,27 +17,101 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PruneError
-from ..torch_internals.class_swaps import derive_class
-from ..torch_internals.markers import set_source_graph
+from ..torch_internals.class_swaps import set_class, subclass
+from ..torch_internals.markers import class_origin, set_class_origin, set_source_graph
 from .call_matching import Args, Kwargs, graph_arguments
 from .captured_forward import CapturedForward
 from .interpreter import runner
+from .stored_graphs import decode, encode
 
 LONGEST_INDEX = 4096  # entries of a vector of integers that a graph may hold as a constant
 Forward = Callable[..., object]
 
 
+class ForwardClass:
+    """A subclass of a module's class whose forward runs captured graphs.
+
+    No module defines the subclass, so pickle stores what it was made from instead: the original
+    class by its name, and the graphs as plain data, which are checked when they are read.
+
+    Args:
+        base: The class of the module, or the `ForwardClass` that it is itself.
+        captured: The graphs to run.
+        from_file: The graphs come from a file: run them with limits on memory (see `runner`).
+        integers_free: Allow other integers, such as widths, as attributes of the module.
+    """
+
+    def __init__(
+        self,
+        base: type[nn.Module] | ForwardClass,
+        captured: CapturedForward,
+        from_file: bool,
+        integers_free: bool,
+    ) -> None:
+        self.base, self.captured = base, captured
+        self.from_file, self.integers_free = from_file, integers_free
+        family: type[nn.Module] = base.made if isinstance(base, ForwardClass) else base
+        forward = forward_of(captured, from_file=from_file)
+        with suppress(TypeError, ValueError):  # torch.export reads the signature
+            forward.__signature__ = inspect.signature(family.forward)  # type: ignore[attr-defined]
+        members: dict[str, object] = {
+            "forward": forward,
+            "__setattr__": _setter(family, integers_free),
+            "__reduce_ex__": lambda module, protocol: self._reduced(module, protocol),
+        }
+        self.made: type[nn.Module] = subclass(family, members)
+        set_class_origin(self.made, self)
+
+    def _reduced(self, module: nn.Module, protocol: int) -> object:
+        """Return how pickle and copies make a module of this class again."""
+        standard = object.__reduce_ex__(module, max(protocol, 2))
+        if type(module) is not self.made or not isinstance(standard, tuple):
+            return standard  # of a further subclass, such as that of a parametrized module
+        return (_new_module, (self,), *standard[2:])
+
+    def __deepcopy__(self, memo: object) -> ForwardClass:
+        return self  # copied modules share their class
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _from_data, (self.base, encode(self.captured), self.from_file, self.integers_free)
+
+
+def _from_data(
+    base: type[nn.Module] | ForwardClass, data: object, from_file: bool, integers_free: bool
+) -> ForwardClass:
+    """Return the class whose pickle holds these data, which are checked first."""
+    return ForwardClass(base, decode(data), from_file, integers_free)
+
+
+def _new_module(family: ForwardClass) -> nn.Module:
+    """Return a module without attributes, which pickle and copies fill."""
+    return family.made.__new__(family.made)
+
+
 def with_forward(
-    module: nn.Module, captured: CapturedForward, *, from_file: bool = False
+    module: nn.Module,
+    captured: CapturedForward,
+    *,
+    from_file: bool = False,
+    integers_free: bool = False,
 ) -> nn.Module:
     """Make the module run the captured graphs, in place, and return it.
+
+    Assigning another value to a plain attribute raises a PruneError afterwards: the new forward
+    would not read it.
 
     Args:
         module: The module, or one of the same class with other widths.
         captured: The graphs to run.
         from_file: The graphs come from a file: run them with limits on memory (see `runner`).
+        integers_free: Allow other integers, such as widths, as attributes.
     """
-    return with_method(module, forward_of(captured, from_file=from_file))
+    origin = class_origin(type(module))
+    base = origin if isinstance(origin, ForwardClass) else type(module)
+    made = ForwardClass(base, captured, from_file, integers_free).made
+    set_class(module, made)
+    vars(module).pop("forward", None)  # an instance attribute would hide the method of the class
+    return module
 
 
 def forward_of(captured: CapturedForward, *, from_file: bool = False) -> Forward:
@@ -77,14 +152,8 @@ def _inputs_by_name(captured: CapturedForward) -> Callable[[nn.Module, Args, Kwa
     return arguments
 
 
-def with_method(module: nn.Module, forward: Forward, *, integers_free: bool = False) -> nn.Module:
-    """Give the module this forward through a subclass of its class, in place, and return it.
-
-    Assigning another value to a plain attribute raises a PruneError afterwards: the new forward
-    would not read it. `integers_free` allows other integers, such as widths.
-    """
-    family = type(module)
-    vars(module).pop("forward", None)  # an instance attribute would hide the method of the class
+def _setter(family: type[nn.Module], integers_free: bool) -> Callable[[nn.Module, str, Any], None]:
+    """Return a `__setattr__` that refuses to change what a rewritten forward does not read."""
 
     def set_unless_fixed(self: nn.Module, name: str, value: Any) -> None:
         known = plain_attributes(self)
@@ -97,10 +166,7 @@ def with_method(module: nn.Module, forward: Forward, *, integers_free: bool = Fa
             )
         family.__setattr__(self, name, value)
 
-    with suppress(TypeError, ValueError):  # torch.export reads the signature
-        forward.__signature__ = inspect.signature(family.forward)  # type: ignore[attr-defined]
-    derive_class(module, {"forward": forward, "__setattr__": set_unless_fixed})
-    return module
+    return set_unless_fixed
 
 
 def fixed_values(module: nn.Module) -> dict[str, object]:

@@ -162,7 +162,8 @@ def _change_modules(model: nn.Module, recipe: Recipe, *, from_file: bool = False
     for path, attributes in recipe.attributes.items():
         for key, value in attributes.items():  # JSON has lists where torch has tuples
             new = tuple(value) if isinstance(value, list) else value
-            setattr(model.get_submodule(path), key, new)
+            # Not by setattr: a forward that was rewritten before does not read it, and refuses it.
+            vars(model.get_submodule(path))[key] = new
     _replace(model, recipe.heads, lambda old, path: PrunedAttention(old, recipe.heads[path]))
     _replace(model, recipe.constants, lambda old, _: Constant(old))
     _replace(model, recipe.identities, lambda *_: nn.Identity())

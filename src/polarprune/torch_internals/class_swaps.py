@@ -24,8 +24,12 @@ def derive_class(module: nn.Module, members: Mapping[str, object]) -> None:
         Exception: Whatever a class raises that does not accept subclasses or another
             `__class__`. The module is unchanged then.
     """
-    family = type(module)
-    module.__class__ = type(family.__name__, (family,), dict(members))
+    module.__class__ = subclass(type(module), members)
+
+
+def subclass(family: type[nn.Module], members: Mapping[str, object]) -> type[nn.Module]:
+    """Return a new subclass of a class of modules, with its name and these members."""
+    return type(family.__name__, (family,), dict(members))
 
 
 def set_class(module: nn.Module, family: type[nn.Module]) -> None:

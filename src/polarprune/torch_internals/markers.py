@@ -18,6 +18,7 @@ _GATE = "polarprune_is_gate"
 _EXPOSED = "polarprune_exposed"
 _SOURCE = "polarprune_code"
 _RECIPE = "polarprune_recipe"
+_ORIGIN = "polarprune_origin"
 STATE = "polarprune_state"  # also the name of the entry in the model's state dict
 
 
@@ -51,6 +52,21 @@ def source_graph(forward: object) -> fx.Graph | None:
     """Return the graph that `set_source_graph` attached to a forward, or None."""
     graph = getattr(forward, _SOURCE, None)
     return graph if isinstance(graph, fx.Graph) else None
+
+
+def set_class_origin(family: type[nn.Module], origin: object) -> None:
+    """Attach to a class that no module defines what it was made from, so that pickle can store it.
+
+    Args:
+        family: The class.
+        origin: An object that pickle can store and that makes such a class again.
+    """
+    setattr(family, _ORIGIN, origin)
+
+
+def class_origin(family: type[nn.Module]) -> object | None:
+    """Return what `set_class_origin` attached to this very class, or None."""
+    return vars(family).get(_ORIGIN)
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -138,7 +138,7 @@ class Compaction:
         rebuild = self.rebuild(alive)
         if rebuild.changes_nothing:
             return None
-        check_unchanged(changed(self.graph, self.model))
+        check_unchanged(changed(self.graph, self.model, self.present))
         if optimizers:
             check_held(self.model, optimizers, "compact(optimizer=[...])")
         self.check(rebuild, optimizers, copies)

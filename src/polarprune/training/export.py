@@ -37,7 +37,7 @@ class Exporter:
         """
         compaction, graph = self.compaction, self.compaction.graph
         small = ungated(gated, graph)
-        if compaction.count == 0 and changed(graph, small):
+        if compaction.count == 0 and changed(graph, small, compaction.present):
             here = example_for(example, _weight(small), _weight(compaction.model).dtype)
             plan, graph = plan_of(graph, alive), self.trace_again(small, here)
             alive = graph.alive(plan)

@@ -53,6 +53,7 @@ class Pruner(PruningRun):
         steps: the number of optimizer steps of the training.
         keep: patterns of module names whose channels are frozen.
         multiple_of: every kept width is a multiple of this number.
+        min_channels: how many channels every group keeps at least; with 0, whole branches may go.
         schedule: how ε and the cost decrease over the steps.
         rules: rules for unknown operations, `{torch.ops.…: rule}` (see `polarprune.rules`).
         norms: make channels prunable that layer, RMS and group norms mix (see `trace`).
@@ -103,6 +104,7 @@ class Pruner(PruningRun):
         steps: int,
         keep: str | Iterable[str] = (),
         multiple_of: int = 1,
+        min_channels: int = 0,
         schedule: Schedule = Schedule(),
         rules: Mapping[Any, Rule] | None = None,
         norms: bool = False,
@@ -112,7 +114,8 @@ class Pruner(PruningRun):
         wanted = {"macs": macs, "params": params, "latency": latency}
         check_schedule(schedule, Schedule)
         limits = check_settings(wanted, lam, steps, multiple_of, compact, keep)
-        trace = partial(survey, keep=keep, rules=rules, norms=norms, compare_outputs=True)
+        trace = partial(survey, keep=keep, rules=rules, norms=norms, min_channels=min_channels)
+        trace = partial(trace, compare_outputs=True)
         super().__init__(
             model,
             own_copy(example_inputs),  # the user may overwrite theirs

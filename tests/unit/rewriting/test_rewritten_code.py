@@ -7,8 +7,10 @@ batch size, trains, is with_weights_of, saved, loaded and exported like any othe
 from __future__ import annotations
 
 import copy
+import io
 import json
 import math
+import pickle
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -112,6 +114,20 @@ def test_what_comes_back_is_copied_saved_and_loaded(name: str, tmp_path: Path) -
         filled.load_state_dict(this.small.state_dict())
         again = pp.load(tmp_path / "small.safetensors", model=fresh)
         for other in (again, filled, copy.deepcopy(again)):
+            for training in (False, True):
+                assert difference(this.small, other, (x,), training=training) == 0
+
+
+@every_case
+def test_what_comes_back_is_pickled_with_its_code_as_data(name: str) -> None:
+    x = images(*CASES[name].shape)
+    for this in cuts(name):
+        content = io.BytesIO()
+        torch.save(this.small, content)
+        content.seek(0)
+        again = torch.load(content, weights_only=False)
+        for other in (again, pickle.loads(pickle.dumps(again, protocol=0)), copy.copy(again)):
+            assert str(other) == str(this.small)
             for training in (False, True):
                 assert difference(this.small, other, (x,), training=training) == 0
 

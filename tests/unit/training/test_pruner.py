@@ -621,3 +621,13 @@ def test_gates_are_not_steered_in_half_precision() -> None:
     model.half()
     with pytest.raises(pp.PruneError, match="before the Pruner is built"):
         pruner.attach(torch.optim.SGD(pruner.param_groups(lr=0.01)))
+
+
+def test_every_group_keeps_the_channels_that_were_asked_for() -> None:
+    pruner = setup(min_channels=3, macs=0.3)
+    assert {group.minimum for group in pruner.graph.prunable.values()} == {3}
+    optimizer = sgd(pruner)
+    pruner.attach(optimizer)
+    train(pruner.model, optimizer, data())
+    assert min(map(len, pruner.plan().values())) >= 3
+    assert share(pruner)["macs"] <= 0.3
