@@ -16,24 +16,27 @@ import typer
 from rich.table import Table
 
 from ..errors import PruneError
-from ..experiments.data.table import DATA_SETS, open_data
+from ..experiments.data.table import FORMS as DATA_FORMS
+from ..experiments.data.table import kind_of, open_data
 from ..experiments.data.task import Task
 from ..experiments.methods.table import ALL_METHODS, check
-from ..experiments.networks.table import NETWORKS
-from ..experiments.presets import PRESETS, preset
+from ..experiments.presets import PRESETS, own_settings, preset
 from ..experiments.processes import process_group, rank_and_count
 from ..experiments.runs.files import read_json, write_json
 from ..experiments.runs.prune import prune
-from ..experiments.runs.pruned_file import rebuild
+from ..experiments.runs.pruned_file import COST_NUMBERS, rebuild
 from ..experiments.runs.run import Run
+from ..experiments.runs.start import check_network
 from ..experiments.settings import Settings
+from ..factories import FORMS
 from ..files.writing import replacing
 from ..report.plots import save_curve
-from .console import bar, console, device_of, fail, line, say
+from .arguments import AsJson, ModelOption
+from .console import bar, console, device_of, fail, line, say, say_json, texts_on_stderr
 
 app = typer.Typer(add_completion=False)
-Network = Annotated[str, typer.Argument(help="a preset: " + ", ".join(PRESETS))]
-DataName = Annotated[str, typer.Option(help=", ".join(f"{kind}:DIR" for kind in DATA_SETS))]
+Network = Annotated[str, typer.Argument(help=f"a preset ({', '.join(PRESETS)}), or {FORMS}")]
+DataName = Annotated[str, typer.Option(help=", ".join(DATA_FORMS))]
 MethodName = Annotated[str, typer.Option(help="gdp is ours; to compare: " + ", ".join(ALL_METHODS))]
 Baseline = Annotated[
     Path | None, typer.Option(help="weights of the original network; trained and written if absent")
@@ -46,11 +49,6 @@ HoldOut = Annotated[
     int, typer.Option(help="score on this many training images instead of the test set")
 ]
 Device = Annotated[str, typer.Option(help="cpu or cuda; by default cuda if torch finds a GPU")]
-
-
-def knows(network: str) -> bool:
-    """Return True if `rebuild` can make a network of this name."""
-    return network in NETWORKS
 
 
 # --- train ----------------------------------------------------------------------------------------
@@ -83,6 +81,7 @@ def train(
         int, typer.Option(help="run this many steps; print time, memory and the planned cost")
     ] = 0,
     device: Device = "",
+    as_json: AsJson = False,
 ) -> None:
     """Train a network, prune it to a budget while it trains, and score the small network."""
     limits = {"macs": macs, "params": params, "lam": lam}
@@ -93,7 +92,7 @@ def train(
         wanted, found = _prepared(network, data, change, seed, hold_out)
         if dry_run < 0:
             raise PruneError(f"--dry-run {dry_run}: give a number of steps.")
-        with _progress(device) as (here, show):
+        with texts_on_stderr(as_json), _progress(device) as (here, show):
             run = Run(wanted, found, out, device=here, progress=show)
             if dry_run:
                 _rehearse(run, dry_run, given, baseline or out / "baseline.safetensors")
@@ -101,7 +100,9 @@ def train(
             card = _pruned(run, method, given, hold_out, baseline, start)
     except PruneError as error:
         fail(error)
-    if card is not None:
+    if as_json and rank_and_count()[0] == 0:
+        say_json(card)
+    elif card is not None:
         _show_card(card, found, out)
 
 
@@ -123,7 +124,11 @@ def _prepared(
 ) -> tuple[Settings, Task]:
     """Return the settings of a preset with its changes, and the data that it is for."""
     own = {} if seed is None else {"seed": seed}
-    wanted = preset(network, **{**_changes(change or []), **own})
+    changes = {**_changes(change or []), **own}
+    if ":" in network:
+        wanted = own_settings(network, kind_of(data), **changes)
+    else:
+        wanted = preset(network, **changes)
     found = open_data(data, wanted)
     if not 0 <= hold_out < found.counts[0]:
         raise PruneError(
@@ -284,27 +289,42 @@ def _show_curve(rows: list[dict[str, float]], task: Task) -> None:
 def evaluate(
     file: Annotated[Path, typer.Argument(help="a model of the zoo, or one that train wrote")],
     data: DataName,
+    model: ModelOption = "",
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    as_json: AsJson = False,
 ) -> None:
     """Rebuild a pruned network from its file and score it."""
     try:
-        model, card = rebuild(file)
+        small, card = rebuild(file, model)
         device = device_of(device)
-        recipe = card.get("recipe")
-        kind = recipe.get("data", "cifar10") if isinstance(recipe, dict) else "cifar10"
-        task = open_data(data, Settings(card["network"], kind)).to(device)
+        task = open_data(data, _data_settings(card)).to(device)
+        check_network(small.to(device), card["network"], task)
         start = time.perf_counter()
-        found = task.score(task.answers(model.to(device)))
+        score = task.score(task.answers(small))
     except PruneError as error:
         fail(error)
+    seconds = time.perf_counter() - start
+    if as_json:
+        facts = {key: card[key] for key in ("network", *COST_NUMBERS)}
+        measured = {"measure": task.measure, "score": score, "stated": card.get(task.measure)}
+        say_json({**facts, **measured, "examples": task.counts[1], "seconds": seconds})
+        return
     console.print(
         f"{file.name}: {card['network']}, {card['macs'] / 1e6:.2f} M MACs "
         f"({card['macs_share']:.2%}), {card['params'] / 1e6:.3f} M params "
         f"({card['params_share']:.2%})\n"
-        f"{task.measure} {task.shown(found)} on {task.counts[1]:,} images in "
-        f"{time.perf_counter() - start:.0f} s (its card: {_stated_score(card, task)})",
+        f"{task.measure} {task.shown(score)} on {task.counts[1]:,} images in "
+        f"{seconds:.0f} s (its card: {_stated_score(card, task)})",
         markup=False,
     )
+
+
+def _data_settings(card: dict[str, Any]) -> Settings:
+    """Return what a card says about the data that its network is for."""
+    recipe = card.get("recipe")
+    told = recipe if isinstance(recipe, dict) else {}
+    crop = told.get("crop", 0)
+    return Settings(card["network"], told.get("data", "cifar10"), crop=crop)
 
 
 def _stated_score(card: dict[str, Any], task: Task) -> str:

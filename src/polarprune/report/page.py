@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..channels.group_table import folded
 from ..validation.optional_packages import optional_package
 from .facts import (
     TITLE,
@@ -97,7 +98,7 @@ def page_content(report: Report) -> dict[str, object]:
         "histograms": _histograms(report),
         "widths": _widths(report),
         "frozen": _frozen(report),
-        "notes": report.notes,
+        "notes": folded(report.notes),
         "origin": origin(report),
     }
 

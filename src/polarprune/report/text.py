@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..channels.group_table import folded
 from .facts import (
     TITLE,
     Fact,
@@ -33,7 +34,7 @@ def plain_text(report: Report) -> str:
         _aligned(stage_table(report)),
         [_line(fact) for fact in measured_facts(report)],
         [*prediction_checks(report), *origin(report)],
-        [f"note: {note}" for note in report.notes],
+        [f"note: {note}" for note in folded(report.notes)],
     ]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
@@ -51,7 +52,7 @@ def markdown(report: Report) -> str:
         _pipe_table("Before and after removal", stage_table(report)),
         _bullet_list("Measured", [*map(_bold_name, measured_facts(report)), *remarks]),
         _pipe_table("Groups", group_table(report), left=(0, 4)),
-        _bullet_list("Notes", [_escaped(note) for note in report.notes]),
+        _bullet_list("Notes", [_escaped(note) for note in folded(report.notes)]),
     ]
     return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
 

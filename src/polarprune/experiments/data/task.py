@@ -73,6 +73,7 @@ class Task(ABC):
 
     measure = "accuracy"  # what `score` is called in logs and cards
     examples = 2  # in the traced batch: a batch norm over single values needs more than one
+    classes: int | None = None  # None if it is not known, or if there are none
 
     @abstractmethod
     def to(self, device: str | torch.device) -> Task:
