@@ -77,6 +77,26 @@ def published_model(name: str, weights: str) -> nn.Module:
         raise PruneError(f"pretrained={weights!r}: {error}") from error
 
 
+def factory_code(name: str, classes: int | None = None) -> dict[str, str]:
+    """Return the code that does what `make_model` does: its `imports` and the `call`.
+
+    Example:
+        >>> factory_code("timm:resnet18", 5)["call"]
+        'timm.create_model("resnet18", num_classes=5)'
+    """
+    where, _, attribute = name.rpartition(":")
+    if of_package(name):
+        options = "" if classes is None else f", num_classes={classes}"
+        if where == "timm":
+            return {"imports": "import timm", "call": f'timm.create_model("{attribute}"{options})'}
+        call = f'torchvision.models.get_model("{attribute}"{options})'
+        return {"imports": "import torchvision", "call": call}
+    found = _class_option(getattr(_module(where), attribute), classes)
+    options = ", ".join(f"{key}={value}" for key, value in found.items())
+    module = Path(where).stem if where.endswith(".py") else where
+    return {"imports": f"from {module} import {attribute}", "call": f"{attribute}({options})"}
+
+
 def names_module(name: str) -> bool:
     """Return whether a name is that of a Python file, or of a module that can be found."""
     _add_to_path("")

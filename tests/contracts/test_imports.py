@@ -111,7 +111,7 @@ ORDER: dict[str, list[str]] = {
         "confirm",
         "trace",
     ],
-    "report": ["facts", "plots", "svg", "page", "text", "report"],
+    "report": ["facts", "loading", "plots", "svg", "page", "text", "report"],
     "training": [
         "proximal",
         "rebuild",

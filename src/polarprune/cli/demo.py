@@ -162,6 +162,11 @@ class Demo:
         self.fit(tuned, self.settings.tune_epochs, self.settings.tune_lr, "fine-tune")
         table.append(_row("after fine-tuning", accuracy(tuned, self.data), left))
         results["table"] = table
+        results["file"] = "small.safetensors"
+        results["make"] = {
+            "imports": "from polarprune.cli.demo import DigitsNet",
+            "call": "DigitsNet()",
+        }
         results["latency_ms"] = compare_speed(unpruned, small, self.data.test_x[:64])
         return replace(report, results=results), tuned
 

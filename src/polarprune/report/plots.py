@@ -113,9 +113,7 @@ def _line_chart(curves: Sequence[Curve], y_name: str, *, log: bool = False) -> F
         panel.yaxis.set_major_formatter("{x:,.6g}")
     _style(panel)
     if len(curves) > 1:
-        figure.legend(
-            loc="outside upper left", ncols=2, frameon=False, labelcolor=INK, fontsize="small"
-        )
+        figure.legend(loc="outside upper left", ncols=2, frameon=False, labelcolor=INK, fontsize=9)
     return figure
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from ...errors import PruneError
-from ...factories import make_model
+from ...factories import factory_code, make_model
 from .deeplab import BackboneClassifier, DeepLabV3Plus
 from .imagenet import MobileNetV1, mobilenet_v2, resnet50
 from .small_images import VGG, MobileNetV2, mobilenetv2_88m, resnet20, resnet56
@@ -44,3 +44,11 @@ def make_network(name: str, classes: int | None = None) -> nn.Module:
     if ":" not in name:
         raise PruneError(f"unknown network {name!r}. Networks: {', '.join(NETWORKS)}.")
     return make_model(name, classes)
+
+
+def code_of(name: str, classes: int | None = None) -> dict[str, str]:
+    """Return the code that makes a network: its `imports` and the `call`."""
+    if name in NETWORKS:
+        made = f'make_network("{name}")'
+        return {"imports": f"from {__name__} import make_network", "call": made}
+    return factory_code(name, classes)

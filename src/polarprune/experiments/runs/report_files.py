@@ -12,6 +12,7 @@ from ...cost.timing import compare_speed, environment
 from ...errors import PruneError
 from ...files.writing import write_text
 from ...report.report import Report
+from ..networks.table import code_of
 from .files import Json
 
 _BATCH = 16  # at most so many examples are timed together
@@ -36,7 +37,9 @@ def write_report(
     results |= {
         "test_images": card["scored_on"],
         "latency_ms": compare_speed(original, small, batch, runs=_RUNS),
+        "network": card["network"],
         "file": "small.safetensors",
+        "make": code_of(card["network"], card.get("classes")),
         **environment(),
     }
     report = dataclasses.replace(report, results=results)
