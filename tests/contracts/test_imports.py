@@ -132,6 +132,8 @@ ORDER: dict[str, list[str]] = {
         "console",
         "demo",
         "entry",
+        "run_options",
+        "sweep",
         "experiments",
         "lazy",
         "model_commands",
@@ -187,6 +189,9 @@ INNER: dict[str, list[str]] = {
         "start",
         "run",
         "prune",
+        "trials",
+        "ray_trials",
+        "sweep_results",
     ],
     "files/untrusted": [
         "checksum",

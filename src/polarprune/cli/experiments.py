@@ -5,50 +5,39 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from ..errors import PruneError
-from ..experiments.data.table import FORMS as DATA_FORMS
-from ..experiments.data.table import kind_of, open_data
+from ..experiments.data.table import open_data
 from ..experiments.data.task import Task
-from ..experiments.methods.table import ALL_METHODS, check
-from ..experiments.presets import PRESETS, own_settings, preset
-from ..experiments.processes import process_group, rank_and_count
-from ..experiments.runs.files import read_json, write_json
-from ..experiments.runs.prune import prune
+from ..experiments.methods.table import check
+from ..experiments.processes import rank_and_count
 from ..experiments.runs.pruned_file import COST_NUMBERS, rebuild
 from ..experiments.runs.run import Run
 from ..experiments.runs.start import check_network
+from ..experiments.runs.trials import prepare, run_to_end
 from ..experiments.settings import Settings
-from ..factories import FORMS
-from ..files.writing import replacing
-from ..report.plots import save_curve
 from .arguments import AsJson, ModelOption
-from .console import bar, console, device_of, fail, line, say, say_json, texts_on_stderr
+from .console import console, device_of, fail, say, say_json, texts_on_stderr
+from .run_options import (
+    Baseline,
+    Changes,
+    DataName,
+    Device,
+    HoldOut,
+    MethodName,
+    Network,
+    Seed,
+    parse_changes,
+    shown_progress,
+)
+from .sweep import sweep
 
 app = typer.Typer(add_completion=False)
-Network = Annotated[str, typer.Argument(help=f"a preset ({', '.join(PRESETS)}), or {FORMS}")]
-DataName = Annotated[str, typer.Option(help=", ".join(DATA_FORMS))]
-MethodName = Annotated[str, typer.Option(help="gdp is ours; to compare: " + ", ".join(ALL_METHODS))]
-Baseline = Annotated[
-    Path | None, typer.Option(help="weights of the original network; trained and written if absent")
-]
-Changes = Annotated[
-    list[str] | None, typer.Option("--set", help="change a setting of the preset: epochs=100")
-]
-Seed = Annotated[int | None, typer.Option(help="seed of all random numbers")]
-HoldOut = Annotated[
-    int, typer.Option(help="score on this many training images instead of the test set")
-]
-Device = Annotated[str, typer.Option(help="cpu or cuda; by default cuda if torch finds a GPU")]
 
 
 # --- train ----------------------------------------------------------------------------------------
@@ -89,21 +78,23 @@ def train(
     try:
         if given:
             check(method, given)
-        wanted, found = _prepared(network, data, change, seed, hold_out)
+        wanted, found = prepare(network, data, parse_changes(change, seed), hold_out)
         if dry_run < 0:
             raise PruneError(f"--dry-run {dry_run}: give a number of steps.")
-        with texts_on_stderr(as_json), _progress(device) as (here, show):
+        with texts_on_stderr(as_json), shown_progress(device) as (here, show):
             run = Run(wanted, found, out, device=here, progress=show)
             if dry_run:
                 _rehearse(run, dry_run, given, baseline or out / "baseline.safetensors")
                 return
-            card = _pruned(run, method, given, hold_out, baseline, start)
+            card = run_to_end(run, method, given, hold_out, baseline, start)
     except PruneError as error:
         fail(error)
     if as_json and rank_and_count()[0] == 0:
         say_json(card)
-    elif card is not None:
+    elif given:
         _show_card(card, found, out)
+    else:
+        console.print(f"baseline: {found.shown(card[found.measure])}", markup=False)
 
 
 def _show_card(card: dict[str, Any], task: Task, out: Path) -> None:
@@ -117,77 +108,6 @@ def _show_card(card: dict[str, Any], task: Task, out: Path) -> None:
         f" Written to {out}/",
         markup=False,
     )
-
-
-def _prepared(
-    network: str, data: str, change: list[str] | None, seed: int | None, hold_out: int
-) -> tuple[Settings, Task]:
-    """Return the settings of a preset with its changes, and the data that it is for."""
-    own = {} if seed is None else {"seed": seed}
-    changes = {**_changes(change or []), **own}
-    if ":" in network:
-        wanted = own_settings(network, kind_of(data), **changes)
-    else:
-        wanted = preset(network, **changes)
-    found = open_data(data, wanted)
-    if not 0 <= hold_out < found.counts[0]:
-        raise PruneError(
-            f"--hold-out {hold_out}: give a number from 0 to {found.counts[0] - 1:,}, less than "
-            f"the number of training examples."
-        )
-    return wanted, found.held_out(hold_out) if hold_out else found
-
-
-def _changes(given: list[str]) -> dict[str, Any]:
-    """Parse key=value pairs; `schedule.done=0.4` changes the schedule of the recipe."""
-    found: dict[str, Any] = {}
-    for text in given:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise PruneError(f"--set {text}: give name=value, as --set epochs=100.")
-        try:
-            found[key] = json.loads(value)
-        except json.JSONDecodeError:
-            found[key] = value
-    return found
-
-
-@contextmanager
-def _progress(device: str) -> Iterator[tuple[str, Callable[[dict[str, Any]], None]]]:
-    """Give the device of this process, and a function that shows a row of the log."""
-    with process_group(device_of(device)) as here, bar() as shown:
-        console.quiet = rank_and_count()[0] > 0
-        task = shown.add_task("starting", total=None, info="", visible=False)
-
-        def show(row: dict[str, Any]) -> None:
-            done, total, text = row["epoch"], row["epochs"], line(row)
-            shown.update(task, completed=done, total=total, visible=True)
-            shown.update(task, description=row["stage"], info=text)
-            if not console.is_terminal:  # a log file shows no bar
-                say(f"{row['stage']} {done}/{total}  {text}")
-
-        yield here, show
-
-
-def _pruned(
-    run: Run,
-    method: str,
-    given: dict[str, float],
-    hold_out: int,
-    baseline: Path | None,
-    start: Path | None = None,
-) -> dict[str, Any] | None:
-    """Return the card of a run, which may be finished already; None without a budget."""
-    run.claim({"method": method, "budget": given, "hold_out": hold_out})
-    done = run.finished() if given else None
-    if done is not None:
-        return done
-    run.check(given, baseline)
-    model = run.baseline(baseline, start)
-    if given:
-        return prune(run, model, method, **given)
-    console.print(f"baseline: {run.data.shown(run.score(model))}", markup=False)
-    return None
 
 
 def _rehearse(run: Run, steps: int, given: dict[str, float], baseline: Path) -> None:
@@ -208,78 +128,7 @@ def _rehearse(run: Run, steps: int, given: dict[str, float], baseline: Path) -> 
         say("with lam= the remaining cost is not known in advance")
 
 
-# --- sweep ----------------------------------------------------------------------------------------
-
-
-@app.command()
-def sweep(
-    network: Network,
-    data: DataName,
-    macs: Annotated[list[float], typer.Option(help="a budget, as in train; repeat the option")],
-    method: MethodName = "gdp",
-    out: Annotated[Path, typer.Option(help="folder for a run of each budget, and the curve")] = (
-        Path("runs/sweep")
-    ),
-    baseline: Baseline = None,
-    change: Changes = None,
-    seed: Seed = None,
-    hold_out: HoldOut = 0,
-    device: Device = "",
-) -> None:
-    """Prune one network to several budgets, and score the small network at each of them."""
-    try:
-        for share in macs:
-            check(method, {"macs": share})
-        wanted, found = _prepared(network, data, change, seed, hold_out)
-        with _progress(device) as (here, show):
-            first = Run(wanted, found, out, device=here, progress=show)
-            first.claim({"method": method, "budget": {}, "hold_out": hold_out})
-            first.check({"macs": min(macs)}, baseline)
-            first.baseline(baseline)
-            trained = baseline or out / "baseline.safetensors"
-            for share in sorted(set(macs)):
-                run = Run(wanted, found, out / f"macs-{share}", device=here, progress=show)
-                _pruned(run, method, {"macs": share}, hold_out, trained)
-            rows = _write_curve(out, found.measure)
-    except PruneError as error:
-        fail(error)
-    _show_curve(rows, found)
-    console.print(
-        f"Written to {out}/: sweep.json, sweep.png, and a folder for each budget", markup=False
-    )
-
-
-def _write_curve(out: Path, measure: str) -> list[dict[str, float]]:
-    """Collect the cards of all runs in the folder; the first process writes table and picture."""
-    cards = [read_json(file) for file in out.glob("macs-*/card.json")]
-    rows = sorted((_point(card) for card in cards), key=lambda row: -row["budget"])
-    if rank_and_count()[0] == 0:
-        write_json(out / "sweep.json", rows)
-        with replacing(out / "sweep.png") as new:
-            save_curve(rows, measure, new)
-    return rows
-
-
-def _point(card: dict[str, Any]) -> dict[str, float]:
-    """Return one point of the curve; costs are fractions of the original."""
-    first, last = card["table"][0], card["table"][-1]
-    return {
-        "budget": card["budget"]["macs"],
-        "macs": card["macs_share"],
-        "params": card["params_share"],
-        "score": last[card["measure"]],
-        "baseline": first[card["measure"]],
-    }
-
-
-def _show_curve(rows: list[dict[str, float]], task: Task) -> None:
-    table = Table(box=None, padding=(0, 1))
-    for column in ("budget", "MACs", "params", task.measure, "baseline"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        scores = (task.shown(row[key]) for key in ("score", "baseline"))
-        table.add_row(f"{row['budget']:.2%}", f"{row['macs']:.2%}", f"{row['params']:.2%}", *scores)
-    console.print(table)
+app.command()(sweep)
 
 
 # --- eval -----------------------------------------------------------------------------------------

@@ -89,6 +89,11 @@ def test_commands_of_the_experiments_load_them() -> None:
     assert "--hold-out" in done.stdout
 
 
+def test_ray_is_loaded_by_no_command_that_does_not_run_on_it() -> None:
+    done = python("import sys, polarprune.cli.sweep; print('ray' in sys.modules)")
+    assert done.stdout == "False\n", done.stderr
+
+
 def test_the_list_of_commands_says_what_the_commands_say_of_themselves() -> None:
     commands = get_group(experiments).commands
     assert {name: command.help for name, command in commands.items()} == LAZY_COMMANDS
