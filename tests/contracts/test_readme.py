@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import polarprune as pp
+from polarprune.experiments.data.own import open_own
 from tests.helpers.nets import digits_resnet
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +37,9 @@ def test_code_in_the_documents_runs(block, tmp_path, monkeypatch, capsys):
     if "small" in scope:
         assert (tmp_path / "small.safetensors").exists()
         assert scope["pruner"].cost()["macs"] <= 0.5 * scope["pruner"].graph.cost.original()["macs"]
+    elif "make_data" in scope:
+        (tmp_path / "data.py").write_text(block)
+        assert open_own("data.py:make_data").counts == (80, 20)
     elif "parts" in scope:
         assert scope["parts"][0].step_count == 0 and (tmp_path / "checkpoint.pt").exists()
     else:
