@@ -85,7 +85,7 @@ def _cluster(address: str) -> Iterator[Any]:
     except Exception as error:  # whatever Ray raises for an address
         raise PruneError(
             f"--address {address}: Ray cannot be reached ({error}). Start it with `ray start`, "
-            f"or leave the option out."
+            f"set RAY_AUTH_TOKEN if it asks for a token, or leave the option out."
         ) from error
     try:
         yield ray
