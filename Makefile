@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: venv demo test fuzz check attack endurance coverage figures clean
+.PHONY: venv demo test fuzz check attack endurance package coverage figures clean
 
 venv: .venv/.installed
 
@@ -13,9 +13,10 @@ venv: .venv/.installed
 demo: venv
 	$(BIN)/polarprune demo --out runs/demo
 
-# One thread per worker: two workers share two cores without fighting for them.
+# One thread per worker: two workers share two cores without fighting for them. Each gets half of the
+# tests in their order, so that tests of one network share its trace, and takes from the other later.
 test: venv
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # Random networks, traced, cut, trained, exported and compared; failures are printed as small classes.
 fuzz: venv
@@ -33,6 +34,10 @@ attack: venv
 # Trainings that are killed, find the disk full or diverge, and go on; a few run in the tests.
 endurance: venv
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.helpers.endurance --trials 50
+
+# A wheel and a source distribution, each installed alone and tried.
+package: venv
+	$(BIN)/python -m tests.helpers.package
 
 # Models of other packages, two at a time, each in its own process; resumes where it stopped.
 coverage: venv

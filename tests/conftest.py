@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 import pytest
@@ -10,6 +11,12 @@ import torch
 from tests.helpers.shared_traces import shared_traces as shared_traces
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector what was imported, which stays until the end."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

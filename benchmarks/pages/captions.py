@@ -17,6 +17,7 @@ from benchmarks.pages.figures import (
     correlation,
     decays,
     headline,
+    is_earlier,
     log,
     norms,
     ratio,
@@ -167,7 +168,7 @@ def stability() -> str:
 
 def closing(*names: str) -> str:
     """Return how the gates of stored runs closed, which changed between versions."""
-    old = ["window" not in card(name)["recipe"]["schedule"] for name in names]
+    old = [is_earlier(name) for name in names]
     if not any(old):
         return "Gates closed along the planned path, as in the current version."
     which = "This run is" if len(names) == 1 else f"{sum(old)} of {len(old)} runs are"

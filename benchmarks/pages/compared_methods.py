@@ -3,7 +3,7 @@
 import dataclasses
 import statistics
 
-from benchmarks.pages.paper_table import CLAIMS
+from benchmarks.pages.paper_table import CLAIMS, EARLIER
 from benchmarks.pages.segmentation_and_style import NOT_RUN
 from benchmarks.pages.significance import smallest_difference
 from benchmarks.pages.stored_runs import StoredRun, grouped, mean_and_deviation, mean_score
@@ -35,7 +35,8 @@ def table(runs: list[StoredRun]) -> list[str]:
 
 
 def _row(method: str, runs: list[StoredRun], every: list[StoredRun]) -> str:
-    name = "**gdp (ours)**" if method == "gdp" else method
+    ours = f"**gdp (ours{f', {EARLIER}' if runs[0].is_earlier else ''})**"
+    name = ours if method == "gdp" else method
     if changed := _changed(runs[0]):
         name += f" ({', '.join(changed)})"
     stages = ("baseline", "before removal")
@@ -77,9 +78,10 @@ def better(runs: list[StoredRun], every: list[StoredRun]) -> str:
 def close_methods(runs: list[StoredRun]) -> list[str]:
     """Return a sentence about the methods that one run each cannot tell apart from gdp."""
     here = [run for run in runs if COMPARED.matches(run)]
-    seeds = [mean_score([run], "after removal") for run in here if run.is_tabled]
     ours = [run for run in here if run.is_comparison and run.method == "gdp"]
-    if len(seeds) < 2 or not ours:
+    same = [run for run in here if run.is_tabled and ours and run.is_earlier == ours[0].is_earlier]
+    seeds = [mean_score([run], "after removal") for run in same]
+    if len(seeds) < 2:
         return []
     others = [run for run in here if run.is_comparison and run.method != "gdp"]
     limit, parts = smallest_difference(seeds), []
@@ -88,7 +90,7 @@ def close_methods(runs: list[StoredRun]) -> list[str]:
         close = [name for name, score in scores if abs(score - mean_score(ours, stage)) < limit]
         parts.append(f"{stage}: {' and '.join(close) or 'none'}")
     return [
-        f"Our runs in the first table have a standard deviation of {statistics.stdev(seeds):.2f} "
-        f"over {len(seeds)} seeds. Methods closer to gdp than 2 √2 times this value cannot be told "
-        f"apart from it with one run each ({'; '.join(parts)})."
+        "Our runs of the same version in the first table have a standard deviation of "
+        f"{statistics.stdev(seeds):.2f} over {len(seeds)} seeds. Methods closer to gdp than 2 √2 "
+        f"times this value cannot be told apart from it with one run each ({'; '.join(parts)})."
     ]

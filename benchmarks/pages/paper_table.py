@@ -38,9 +38,13 @@ CLAIMS = [
 ]
 
 
-def is_other_network(run: StoredRun) -> bool:
-    """Return whether a run of ours has a network that the paper does not have."""
-    return run.is_tabled and run.network in OTHER_NETWORKS
+EARLIER = "earlier version"
+
+
+def is_only_ours(run: StoredRun) -> bool:
+    """Return whether a run has a network or a budget that the paper's table does not have."""
+    known = run.network in NETWORK_NAMES and not any(claim.matches(run) for claim in CLAIMS)
+    return run.is_tabled and (known or run.network in OTHER_NETWORKS)
 
 
 def table(runs: list[StoredRun]) -> list[str]:
@@ -53,11 +57,19 @@ def table(runs: list[StoredRun]) -> list[str]:
     for claim in CLAIMS:
         own = [run for run in runs if run.is_tabled and claim.matches(run)]
         kinds = grouped(own, lambda run: run.settings("tune", "controls"))
+        kinds.sort(key=lambda kind: kind[0].is_earlier)
+        current = [kind for kind in kinds if not kind[0].is_earlier]
         for kind in kinds or [[]]:
-            lines.append(_claim_row(claim, kind, several=len(kinds) > 1))
-    for kind in grouped(filter(is_other_network, runs), _budget_and_settings):
-        lines.append(f"| {OTHER_NETWORKS[kind[0].network]} | – | – | – | – | {_own_cells(kind)}")
+            lines.append(_claim_row(claim, kind, several=len(current) > 1))
+    for kind in grouped(filter(is_only_ours, runs), _budget_and_settings):
+        name = OTHER_NETWORKS.get(kind[0].network) or _with_epochs(kind[0])
+        name += f" ({EARLIER})" if kind[0].is_earlier else ""
+        lines.append(f"| {name} | – | – | – | – | {_own_cells(kind)}")
     return lines
+
+
+def _with_epochs(run: StoredRun) -> str:
+    return f"{NETWORK_NAMES[run.network]} in {run.card['recipe']['epochs']} epochs"
 
 
 def _budget_and_settings(run: StoredRun) -> Any:
@@ -72,7 +84,9 @@ def _claim_row(claim: Claim, runs: list[StoredRun], several: bool) -> str:
     )
     if not runs:
         return f"| {name} | {paper} | {NOT_RUN} | – | {NOT_RUN} | – | 0 |"
-    if several:
+    if runs[0].is_earlier:
+        name += f" ({EARLIER})"
+    elif several:
         name += f" ({preset_name(runs[0])})"
     return f"| {name} | {paper} | {_own_cells(runs)}"
 
@@ -80,9 +94,15 @@ def _claim_row(claim: Claim, runs: list[StoredRun], several: bool) -> str:
 def _own_cells(runs: list[StoredRun]) -> str:
     shares: list[float | None] = [100 * run.card["macs_share"] for run in runs]
     stages = ("baseline", "after removal")
-    base, after = (mean_and_deviation([run.score(at) for run in runs]) for at in stages)
+    scores = [[run.score(at) for run in runs] for at in stages]
+    base, after = map(mean_and_deviation, (_once(scores[0]), scores[1]))
     change = mean_score(runs, "after removal") - mean_score(runs, "baseline")
     return f"{base} | {mean_and_deviation(shares)} | **{after}** | {change:+.2f} | {len(runs)} |"
+
+
+def _once(scores: list[float | None]) -> list[float | None]:
+    """Return one score if all are equal: the runs have one baseline."""
+    return scores[:1] if len(set(scores)) == 1 else scores
 
 
 def preset_name(run: StoredRun) -> str:
@@ -100,7 +120,7 @@ def notes(runs: list[StoredRun]) -> str:
     own = [run for run in runs if run.is_tabled and any(c.matches(run) for c in CLAIMS)]
     if not own:
         return "The pruned networks were not fine-tuned."
-    every = [*own, *filter(is_other_network, runs)]
+    every = [*own, *filter(is_only_ours, runs)]
     same = sum(run.card.get("identical_predictions", False) for run in every)
     sentences = [
         "The pruned networks were not fine-tuned. FLOPs and MACs are both shares of the original "
@@ -113,6 +133,11 @@ def notes(runs: list[StoredRun]) -> str:
         f"Relative to its own baseline, the paper's network loses less accuracy in {_lost(own)} "
         "rows for which we have runs.",
     ]
+    if any(run.is_earlier for run in every):
+        sentences.append(
+            f'Rows marked "{EARLIER}": these runs closed all channels that were missing at the '
+            "deadline at once, and recovered afterwards ([steering](#steering))."
+        )
     tuned = [run for run in own if run.score("after fine-tuning")]
     for kind in grouped(tuned, lambda run: [run.network, run.card["budget"]]):
         sentences.append(_fine_tuned(kind))
@@ -134,6 +159,7 @@ def _lost(runs: list[StoredRun]) -> str:
     found = []
     for claim in CLAIMS:
         own = [run for run in runs if claim.matches(run)]
+        own = [run for run in own if not run.is_earlier] or own
         if own:
             lost = mean_score(own, "baseline") - mean_score(own, "after removal")
             found.append(claim.baseline - claim.accuracy < lost)

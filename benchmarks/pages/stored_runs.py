@@ -37,6 +37,11 @@ class StoredRun(NamedTuple):
         """Whether this is a run of ours for the paper's table."""
         return self.method == "gdp" and not self.is_comparison
 
+    @property
+    def is_earlier(self) -> bool:
+        """Whether this run is of the version that closed all missing channels at the deadline."""
+        return self.method == "gdp" and "window" not in self.card["recipe"]["schedule"]
+
     def score(self, stage: str) -> float | None:
         """Return the accuracy of a stage in percent, or None if the run has no such stage."""
         rows = [row for row in self.card["table"] if row["stage"] == stage]
@@ -45,10 +50,10 @@ class StoredRun(NamedTuple):
     def settings(self, *without: str) -> dict[str, Any]:
         """Return the settings with flat keys, without those that start with one of `without`.
 
-        The seed is left out, because runs that differ only in it are one experiment. `compiled` is
-        left out, because compiled steps compute the same.
+        The seed is left out, because runs that differ only in it are one experiment. `compiled` and
+        `scored` are left out, because they do not change what is computed.
         """
-        skipped = ("seed", "compiled")
+        skipped = ("seed", "compiled", "scored")
         found = flat(self.card["recipe"])
         return {k: v for k, v in found.items() if k not in skipped and not k.startswith(without)}
 

@@ -297,7 +297,9 @@ ODD: dict[str, tuple[Callable[[Tensor], Tensor], int, int | None]] = {
     "tensor split": (lambda x: torch.cat(torch.tensor_split(x, 3, 1)[::-1], 1), 8, None),
     "maxout": (lambda x: x.view(x.size(0), 4, 2, 8, 8).amax(2), 4, 4),
     "shift in time": (
-        lambda x: torch.cat([x[:, :2].roll(1, 0), x[:, 2:4].roll(-1, 0), x[:, 4:]], 1), 8, 8,
+        lambda x: torch.cat([x[:, :2].roll(1, 0), x[:, 2:4].roll(-1, 0), x[:, 4:]], 1),
+        8,
+        8,
     ),
     "pad": (lambda x: F.pad(x, (0, 0, 0, 0, 2, 3)), 13, 8),
     "pad with ones": (lambda x: F.pad(x, (0, 0, 0, 0, 2, 3), value=1.0), 13, 8),
@@ -312,18 +314,22 @@ ODD: dict[str, tuple[Callable[[Tensor], Tensor], int, int | None]] = {
     "softmax over space": (lambda x: x.flatten(2).softmax(-1).view(x.shape), 8, 8),
     "pixels by two indices": (lambda x: x[:, :, [0, 2, 4], [1, 3, 5]][..., None], 8, 8),
     "samples and columns by index": (
-        lambda x: x[torch.arange(2)[:, None], :, :, torch.arange(4)].transpose(1, 2), 8, 8,
+        lambda x: x[torch.arange(2)[:, None], :, :, torch.arange(4)].transpose(1, 2),
+        8,
+        8,
     ),
     "pixels by a mask": (lambda x: x[:, :, torch.eye(8) > 0][..., None], 8, None),
     "channels and rows by index": (lambda x: x[:, [0, 1, 2], [0, 1, 2]][..., None], 3, None),
     "add to rows": (lambda x: x.index_add(2, torch.tensor([0, 0, 3]), x[:, :, :3]), 8, 8),
     "add to rows of nothing": (
-        lambda x: torch.zeros_like(x).index_add_(-1, torch.tensor([5, 0, 5]), x[..., :3]), 8, 8,
+        lambda x: torch.zeros_like(x).index_add_(-1, torch.tensor([5, 0, 5]), x[..., :3]),
+        8,
+        8,
     ),
     "add to channels": (lambda x: x.index_add(1, torch.tensor([0, 0]), x[:, :2]), 8, None),
     "unsafe chunks": (lambda x: torch.cat(x.unsafe_chunk(2, 1)[::-1], 1), 8, None),
     "gram matrix": (lambda x: (x.flatten(2) @ x.flatten(2).mT)[..., None], 8, None),
-}  # fmt: skip
+}
 
 
 class Apply(nn.Module):
@@ -404,8 +410,12 @@ BY_HAND = {
     "padding_reflect": {"0": 8, "3": 12},
     # one unit = the same place in every convolution group: 16 / 4 in and out
     "resnext": {
-        "0.0": 12, "1.reduce.0": 4, "1.grouped.0": 4,
-        "2.reduce.0": 4, "2.grouped.0": 4, "2.expand.0": 16,
+        "0.0": 12,
+        "1.reduce.0": 4,
+        "1.grouped.0": 4,
+        "2.reduce.0": 4,
+        "2.grouped.0": 4,
+        "2.expand.0": 16,
     },
     "grouped_two_wide": {"0.0": 16 // 2, "1.0": 24 // 2, "2.0": 12},
     # 16 channels are made by 4 groups (4 units) and read by 2 (8 units): 4 are left
@@ -417,7 +427,12 @@ BY_HAND = {
     "residual_projection": {"0.0": 6, "1.conv1": 6, "2.conv1": 12, "2.conv2": 12, "3.conv1": 12},
     "residual_preact": {"0.0": 6, "1.conv1": 6, "2.shortcut": 12, "2.conv1": 12, "3.conv1": 12},
     "bottleneck_projection": {
-        "0.0": 8, "1.conv1": 4, "1.conv2": 4, "1.conv3": 16, "2.conv1": 4, "2.conv2": 4,
+        "0.0": 8,
+        "1.conv1": 4,
+        "1.conv2": 4,
+        "1.conv3": 16,
+        "2.conv1": 4,
+        "2.conv2": 4,
     },
     # option A: the 6 trunk channels go on, and the stage adds 12 - 6 of its own around them
     "residual_pad_lambda": {"0.0": 6, "1.conv1": 6, "2.conv1": 12, "2.conv2": 6, "3.conv1": 12},
@@ -425,11 +440,21 @@ BY_HAND = {
     # cat(x, 0 * x): the padding is made of the same channels
     "residual_pad_cat_mul": {"0.0": 6, "1.conv1": 6, "2.conv1": 12, "3.conv1": 12},
     "bottleneck_pad_lambda": {
-        "0.0": 8, "1.conv1": 6, "1.conv2": 6, "1.conv3": 24 - 8, "2.conv1": 6, "2.conv2": 6,
+        "0.0": 8,
+        "1.conv1": 6,
+        "1.conv2": 6,
+        "1.conv3": 24 - 8,
+        "2.conv1": 6,
+        "2.conv2": 6,
     },
     "densenet_cat": {
-        "0.0": 8, "1.layers.0.0": 4, "1.layers.1.0": 4, "1.layers.2.0": 4,
-        "2.2": 10, "3.layers.0.0": 4, "3.layers.1.0": 4,
+        "0.0": 8,
+        "1.layers.0.0": 4,
+        "1.layers.1.0": 4,
+        "1.layers.2.0": 4,
+        "2.2": 10,
+        "3.layers.0.0": 4,
+        "3.layers.1.0": 4,
     },
     "parallel_sum": {"0.0": 8, "1.a.0": 12, "2.0": 10},
     "parallel_product": {"0.0": 8, "1.a.0": 12, "2.0": 10},
@@ -463,11 +488,21 @@ BY_HAND = {
     "flatten_view_baked": {"0.0": 6, "1.0": 8, "4": 16},
     "generator_baked": {"0": 8, "4.0": 6},
     "unet_transpose": {
-        "down1.0": 6, "down2.0": 10, "middle.0": 16, "up2": 8, "dec2.0": 10, "up1": 6, "dec1.0": 6,
+        "down1.0": 6,
+        "down2.0": 10,
+        "middle.0": 16,
+        "up2": 8,
+        "dec2.0": 10,
+        "up1": 6,
+        "dec1.0": 6,
     },
     "aspp": {
-        "0.0": 8, "1.convs.0.0": 6, "1.convs.1.0": 6, "1.convs.2.0": 6,
-        "1.convs.3.project.0": 6, "1.project.0": 10,
+        "0.0": 8,
+        "1.convs.0.0": 6,
+        "1.convs.1.0": 6,
+        "1.convs.2.0": 6,
+        "1.convs.3.project.0": 6,
+        "1.project.0": 10,
     },
     "shared_conv": {"stem.0": 8, "tail.0.0": 12},
     "shared_head": {"stage1.0": 8, "stage2.0": 14, "lateral1": 10, "head.0.0": 12},
@@ -475,14 +510,19 @@ BY_HAND = {
     "auxiliary_head": {"early.0": 10, "late.0.0": 12, "late.1.0": 12, "aux.0.0": 6},
     # one trunk through all stages: 16 channels, and what each stage adds
     "resnet20": {
-        "0.0": 16, "4.conv2": 32 - 16, "7.conv2": 64 - 32,
-        **{f"{block}.conv1": width for first, width in ((1, 16), (4, 32), (7, 64))
-           for block in range(first, first + 3)},
+        "0.0": 16,
+        "4.conv2": 32 - 16,
+        "7.conv2": 64 - 32,
+        **{
+            f"{block}.conv1": width
+            for first, width in ((1, 16), (4, 32), (7, 64))
+            for block in range(first, first + 3)
+        },
     },
     "outputs_nested": {"body.0": 8},
     "spatial_attention": {"0.0": 8, "3.0": 10},
     "cbam": {"1.mlp.0": 4, "3.0": 10},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BY_HAND)

@@ -101,7 +101,7 @@ ORDER: dict[str, list[str]] = {
         "other_scores",
         "stopwatch",
     ],
-    "gates": ["folding", "gate", "fused", "install"],
+    "gates": ["folding", "gate", "fused", "gated_inputs", "install"],
     "analysis": [
         "inspection",
         "tape_comparison",

@@ -299,17 +299,23 @@ MODELS: dict[str, tuple[Callable[[World], Any], str]] = {
     "a function": (lambda w: w.net.forward, NO_MODULE.format("method")),
     "a state": (lambda w: w.net.state_dict(), NO_MODULE.format("OrderedDict")),
     "a list": (lambda w: [w.net], NO_MODULE.format("list")),
-    "compiled": (lambda w: compiled(),
-                 "the model is compiled: give polarprune the plain model first"),
-    "in DataParallel": (lambda w: nn.DataParallel(w.net),
-                        r"the model is wrapped in DataParallel: give .*\(model.module\) first"),
+    "compiled": (
+        lambda w: compiled(),
+        "the model is compiled: give polarprune the plain model first",
+    ),
+    "in DataParallel": (
+        lambda w: nn.DataParallel(w.net),
+        r"the model is wrapped in DataParallel: give .*\(model.module\) first",
+    ),
     "lazy": (lambda w: lazy(), "the model has lazy modules without weights: run it once"),
     "on meta": (lambda w: make().to("meta"), "the example inputs are on cpu, the model is on meta"),
     "fails": (lambda w: fails(), NO_RUN.format("Fails")),
     "returns text": (lambda w: fails("text"), "Fails: the model's output contains no tensor"),
-    "with a gate": (lambda w: with_gate(w.net),
-                    "the model has gates already: use the Pruner that put them there"),
-}  # fmt: skip
+    "with a gate": (
+        lambda w: with_gate(w.net),
+        "the model has gates already: use the Pruner that put them there",
+    ),
+}
 EXAMPLES: dict[str, tuple[Any, str]] = {
     "None": (None, NO_RUN.format("0")),
     "text": ("x", NO_RUN.format("0")),
@@ -326,13 +332,15 @@ EXAMPLES: dict[str, tuple[Any, str]] = {
 for name, (wrong, said) in MODELS.items():
     FRESH[f"trace: the model, {name}"] = (lambda w, wrong=wrong: pp.trace(wrong(w), X), said)
     FRESH[f"Pruner: the model, {name}"] = (
-        lambda w, wrong=wrong: pp.Pruner(wrong(w), X, macs=0.5, steps=9), said,
-    )  # fmt: skip
+        lambda w, wrong=wrong: pp.Pruner(wrong(w), X, macs=0.5, steps=9),
+        said,
+    )
 for name, (wrong, said) in EXAMPLES.items():
     FRESH[f"trace: the example, {name}"] = (lambda w, wrong=wrong: pp.trace(w.net, wrong), said)
     FRESH[f"Pruner: the example, {name}"] = (
-        lambda w, wrong=wrong: pp.Pruner(w.net, wrong, macs=0.5, steps=9), said,
-    )  # fmt: skip
+        lambda w, wrong=wrong: pp.Pruner(w.net, wrong, macs=0.5, steps=9),
+        said,
+    )
 
 # what trace and Pruner are told
 TOLD: dict[str, tuple[Callable[[World], dict[str, Any]], str]] = {
@@ -341,45 +349,65 @@ TOLD: dict[str, tuple[Callable[[World], dict[str, Any]], str]] = {
     "keep, a number": (lambda w: {"keep": 3}, "keep: int given; give names of modules"),
     "keep, bytes": (lambda w: {"keep": b"0"}, "keep: int given; give names of modules"),
     "keep, mixed": (lambda w: {"keep": ["0", 3]}, "keep: str, int given; give names of modules"),
-    "keep, no match": (lambda w: {"keep": ["layer9"]},
-                       "keep: no module with parameters matches 'layer9'. Names are as in"),
-    "keep, no pattern": (lambda w: {"keep": "["},
-                         r"keep: no module with parameters matches '\['. Names are as in"),
+    "keep, no match": (
+        lambda w: {"keep": ["layer9"]},
+        "keep: no module with parameters matches 'layer9'. Names are as in",
+    ),
+    "keep, no pattern": (
+        lambda w: {"keep": "["},
+        r"keep: no module with parameters matches '\['. Names are as in",
+    ),
     "rules, a number": (lambda w: {"rules": 3}, "rules=3: give a dict, as rules="),
     "rules, a list": (lambda w: {"rules": [failing]}, r"rules=\[<function.*: give a dict, as"),
     "rules, a name": (lambda w: {"rules": {"relu": failing}}, "rules: 'relu' is no operation"),
-    "rules, no function": (lambda w: {"rules": {torch.ops.aten.relu: 3}},
-                           r"rules: 3 is no rule for aten.relu; give a function of \(flow, op\)"),
-    "rules, one fails": (lambda w: {"rules": {torch.ops.aten.relu: failing}},
-                         "rules: the rule for aten.relu.default fails in 2 .*KeyError.*Correct"),
+    "rules, no function": (
+        lambda w: {"rules": {torch.ops.aten.relu: 3}},
+        r"rules: 3 is no rule for aten.relu; give a function of \(flow, op\)",
+    ),
+    "rules, one fails": (
+        lambda w: {"rules": {torch.ops.aten.relu: failing}},
+        "rules: the rule for aten.relu.default fails in 2 .*KeyError.*Correct",
+    ),
     "norms, a word": (lambda w: {"norms": "yes"}, "norms='yes': give True or False"),
     "norms, None": (lambda w: {"norms": None}, "norms=None: give True or False"),
     "norms, a number": (lambda w: {"norms": 1}, "norms=1: give True or False"),
-}  # fmt: skip
+}
 for name, (given, said) in TOLD.items():
     FRESH[f"trace: {name}"] = (lambda w, given=given: pp.trace(w.net, X, **given(w)), said)
     FRESH[f"Pruner: {name}"] = (lambda w, given=given: w.plain(**given(w)), said)
 
 SETTINGS: list[tuple[dict[str, Any], str]] = [
-    *(({key: value}, f"{key}={re.escape(repr(value))}: a budget is a fraction of the original")
-      for key in ("macs", "params", "latency")
-      for value in (0, 1.0, 1.5, -0.1, math.nan, math.inf, True, "0.5", [0.5], 1j)),
-    *(({"lam": value}, f"lam={re.escape(repr(value))}: must be positive and finite")
-      for value in (0, -1.0, math.nan, math.inf, "1", True, [1], 10**400)),
-    *(({"steps": value}, f"steps={re.escape(repr(value))}: give the number of optimizer steps")
-      for value in (0, -3, 2.5, 10.0, "ten", None, True, math.nan, 10**30)),
-    *(({"multiple_of": value}, f"multiple_of={value!r}: give a positive integer")
-      for value in (0, -8, 1.5, "8", None, True)),
-    *(({"schedule": value}, r"schedule=.*: give a polarprune.Schedule\(")
-      for value in (None, {"done": 0.4}, pp.Schedule, 0.5)),
-    *(({"compact": value}, 'compact=.*: give "auto", or call pruner.compact')
-      for value in (True, False, "yes", [])),
+    *(
+        ({key: value}, f"{key}={re.escape(repr(value))}: a budget is a fraction of the original")
+        for key in ("macs", "params", "latency")
+        for value in (0, 1.0, 1.5, -0.1, math.nan, math.inf, True, "0.5", [0.5], 1j)
+    ),
+    *(
+        ({"lam": value}, f"lam={re.escape(repr(value))}: must be positive and finite")
+        for value in (0, -1.0, math.nan, math.inf, "1", True, [1], 10**400)
+    ),
+    *(
+        ({"steps": value}, f"steps={re.escape(repr(value))}: give the number of optimizer steps")
+        for value in (0, -3, 2.5, 10.0, "ten", None, True, math.nan, 10**30)
+    ),
+    *(
+        ({"multiple_of": value}, f"multiple_of={value!r}: give a positive integer")
+        for value in (0, -8, 1.5, "8", None, True)
+    ),
+    *(
+        ({"schedule": value}, r"schedule=.*: give a polarprune.Schedule\(")
+        for value in (None, {"done": 0.4}, pp.Schedule, 0.5)
+    ),
+    *(
+        ({"compact": value}, 'compact=.*: give "auto", or call pruner.compact')
+        for value in (True, False, "yes", [])
+    ),
     ({"macs": 0.5, "lam": 1.0}, "conflicting settings: lam=1.0 leaves the ratio open, macs"),
     ({"macs": None}, "no goal: give a budget"),
     ({"macs": 0.001}, r"budget out of reach: macs=0.001 \(the lowest is"),
     ({"multiple_of": 1000, "macs": 0.5}, r"budget out of reach: macs=0.5 \(the lowest is 1.0"),
     ({"keep": "*"}, "no prunable channels: every group is frozen .*Print polarprune.trace"),
-]  # fmt: skip
+]
 for settings, said in SETTINGS:
     name = ", ".join(f"{key}={str(value)[:20]}" for key, value in settings.items())
     FRESH[f"Pruner: {name}"] = (lambda w, settings=settings: w.plain(**settings), said)
@@ -414,38 +442,55 @@ PLANS: dict[str, tuple[Any, str]] = {
 }
 for name, (wrong, said) in PLANS.items():
     FRESH[f"shrink: the plan, {name}"] = (
-        lambda w, wrong=wrong: pp.shrink(w.net, pp.trace(w.net, X), wrong), said,
-    )  # fmt: skip
+        lambda w, wrong=wrong: pp.shrink(w.net, pp.trace(w.net, X), wrong),
+        said,
+    )
 FRESH |= {
-    "shrink: no model": (lambda w: pp.shrink(None, pp.trace(w.net, X), {}),
-                         "shrink: the model is a NoneType; give a torch.nn.Module"),
-    "shrink: a class": (lambda w: pp.shrink(nn.Linear, pp.trace(w.net, X), {}),
-                        "shrink: the model is a type; give a torch.nn.Module"),
-    "shrink: no graph": (lambda w: pp.shrink(w.net, None, {}),
-                         "shrink: the graph is a NoneType; give what polarprune.trace"),
-    "shrink: a plan as graph": (lambda w: pp.shrink(w.net, {"0": [1]}, {}),
-                                "shrink: the graph is a dict; give what polarprune.trace"),
-    "shrink: another model": (lambda w: pp.shrink(other(), pp.trace(w.net, X), {"0": [1]}),
-                              r"0.weight: expected shape \[8, 3\], found \[9, 3\]. The graph bel"),
-    "shrink: a small one again": (lambda w: pp.shrink(w.small, pp.trace(w.net, X), {"0": [1]}),
-                                  r"0.weight: expected shape \[8, 3\], found \[3, 3\]. The graph"),
-    "shrink: compiled": (lambda w: pp.shrink(compiled(),
-                                             pp.trace(w.net, X), {"0": [1]}),
-                         r"0.weight: expected shape \[8, 3\], found missing. The graph belongs"),
-}  # fmt: skip
+    "shrink: no model": (
+        lambda w: pp.shrink(None, pp.trace(w.net, X), {}),
+        "shrink: the model is a NoneType; give a torch.nn.Module",
+    ),
+    "shrink: a class": (
+        lambda w: pp.shrink(nn.Linear, pp.trace(w.net, X), {}),
+        "shrink: the model is a type; give a torch.nn.Module",
+    ),
+    "shrink: no graph": (
+        lambda w: pp.shrink(w.net, None, {}),
+        "shrink: the graph is a NoneType; give what polarprune.trace",
+    ),
+    "shrink: a plan as graph": (
+        lambda w: pp.shrink(w.net, {"0": [1]}, {}),
+        "shrink: the graph is a dict; give what polarprune.trace",
+    ),
+    "shrink: another model": (
+        lambda w: pp.shrink(other(), pp.trace(w.net, X), {"0": [1]}),
+        r"0.weight: expected shape \[8, 3\], found \[9, 3\]. The graph bel",
+    ),
+    "shrink: a small one again": (
+        lambda w: pp.shrink(w.small, pp.trace(w.net, X), {"0": [1]}),
+        r"0.weight: expected shape \[8, 3\], found \[3, 3\]. The graph",
+    ),
+    "shrink: compiled": (
+        lambda w: pp.shrink(compiled(), pp.trace(w.net, X), {"0": [1]}),
+        r"0.weight: expected shape \[8, 3\], found missing. The graph belongs",
+    ),
+}
 
 # save
 PATHS = (None, 3, "", b"small.safetensors", X)
 for path in PATHS:
     FRESH[f"save: {path!r:.12}"] = (
-        lambda w, path=path: pp.save(w.small, path), r"save: path=.*; give the name of a file",
-    )  # fmt: skip
+        lambda w, path=path: pp.save(w.small, path),
+        r"save: path=.*; give the name of a file",
+    )
     FRESH[f"load: {path!r:.12}"] = (
-        lambda w, path=path: pp.load(path, model=w.net), r"load: path=.*; give the name of a file",
-    )  # fmt: skip
+        lambda w, path=path: pp.load(path, model=w.net),
+        r"load: path=.*; give the name of a file",
+    )
     FRESH[f"read_card: {path!r:.12}"] = (
-        lambda w, path=path: read_card(path), r"read_card: path=.*; give the name of a file",
-    )  # fmt: skip
+        lambda w, path=path: read_card(path),
+        r"read_card: path=.*; give the name of a file",
+    )
 for path, why in {
     "folder": "Is a directory",
     "none/x": "No such file",
@@ -468,64 +513,91 @@ CARDS: dict[str, tuple[Any, str]] = {
 }
 for name, (wrong, said) in CARDS.items():
     FRESH[f"save: a card, {name}"] = (
-        lambda w, wrong=wrong: pp.save(w.small, w.folder / "new", card=wrong), said,
-    )  # fmt: skip
+        lambda w, wrong=wrong: pp.save(w.small, w.folder / "new", card=wrong),
+        said,
+    )
 NOT_MADE = (
     r"save: {} was not made by export\(\) or shrink\(\). A model that was not pruned needs no "
     r"recipe: use"
 )
 FRESH |= {
-    "save: a plain model": (lambda w: pp.save(w.net, w.folder / "new"),
-                            NOT_MADE.format("Sequential")),
+    "save: a plain model": (
+        lambda w: pp.save(w.net, w.folder / "new"),
+        NOT_MADE.format("Sequential"),
+    ),
     "save: None": (lambda w: pp.save(None, w.folder / "new"), NOT_MADE.format("NoneType")),
-    "save: a state": (lambda w: pp.save(w.small.state_dict(), w.folder / "new"),
-                      NOT_MADE.format("OrderedDict")),
-    "save: on meta": (lambda w: pp.save(copy.deepcopy(w.small).to("meta"), w.folder / "new"),
-                      "save: 0.weight is on the meta device and has no values; save the model bef"),
-}  # fmt: skip
+    "save: a state": (
+        lambda w: pp.save(w.small.state_dict(), w.folder / "new"),
+        NOT_MADE.format("OrderedDict"),
+    ),
+    "save: on meta": (
+        lambda w: pp.save(copy.deepcopy(w.small).to("meta"), w.folder / "new"),
+        "save: 0.weight is on the meta device and has no values; save the model bef",
+    ),
+}
 
 # load
 MISSING = "Give a file that polarprune.save wrote"
 ANOTHER = "load: .* is damaged, or of another model: .*give a fresh instance of the class"
 FRESH |= {
-    "load: no file": (lambda w: pp.load(w.folder / "none", model=w.net),
-                      f"load: there is no file .*none. {MISSING}"),
-    "load: a folder": (lambda w: pp.load(w.folder, model=w.net),
-                       f"load: there is no file .*. {MISSING}"),
-    "load: a text": (lambda w: pp.load(w.folder / "text", model=w.net),
-                     f"load: .*text is not a safetensors file: .*{MISSING}"),
-    "load: no recipe": (lambda w: pp.load(w.folder / "plain.safetensors", model=w.net),
-                        f"load: .* holds no recipe; it was not written by .*{MISSING}"),
-    "read_card: a text": (lambda w: read_card(w.folder / "text"),
-                          f"load: .*text is not a safetensors file: .*{MISSING}"),
-    "load: no model": (lambda w: pp.load(w.file, model=None),
-                       "load: model=None; give an instance, as model=Net"),
-    "load: a class": (lambda w: pp.load(w.file, model=nn.Sequential),
-                      "load: model=<class .*; give an instance, as model=Net"),
-    "load: a state": (lambda w: pp.load(w.file, model=w.net.state_dict()),
-                      "load: model=.{,60}; give an instance, as model=Net"),
-    "load: on meta": (lambda w: pp.load(w.file, model=make().to("meta")),
-                      "load: the model is on the meta device; give one that holds its weights"),
+    "load: no file": (
+        lambda w: pp.load(w.folder / "none", model=w.net),
+        f"load: there is no file .*none. {MISSING}",
+    ),
+    "load: a folder": (
+        lambda w: pp.load(w.folder, model=w.net),
+        f"load: there is no file .*. {MISSING}",
+    ),
+    "load: a text": (
+        lambda w: pp.load(w.folder / "text", model=w.net),
+        f"load: .*text is not a safetensors file: .*{MISSING}",
+    ),
+    "load: no recipe": (
+        lambda w: pp.load(w.folder / "plain.safetensors", model=w.net),
+        f"load: .* holds no recipe; it was not written by .*{MISSING}",
+    ),
+    "read_card: a text": (
+        lambda w: read_card(w.folder / "text"),
+        f"load: .*text is not a safetensors file: .*{MISSING}",
+    ),
+    "load: no model": (
+        lambda w: pp.load(w.file, model=None),
+        "load: model=None; give an instance, as model=Net",
+    ),
+    "load: a class": (
+        lambda w: pp.load(w.file, model=nn.Sequential),
+        "load: model=<class .*; give an instance, as model=Net",
+    ),
+    "load: a state": (
+        lambda w: pp.load(w.file, model=w.net.state_dict()),
+        "load: model=.{,60}; give an instance, as model=Net",
+    ),
+    "load: on meta": (
+        lambda w: pp.load(w.file, model=make().to("meta")),
+        "load: the model is on the meta device; give one that holds its weights",
+    ),
     "load: another model": (lambda w: pp.load(w.file, model=other()), ANOTHER),
     "load: a small model": (lambda w: pp.load(w.file, model=w.small), ANOTHER),
     "load: a wrapped model": (lambda w: pp.load(w.file, model=nn.DataParallel(w.net)), ANOTHER),
-    "load: a compiled model": (
-        lambda w: pp.load(w.file, model=compiled()), ANOTHER),
-}  # fmt: skip
+    "load: a compiled model": (lambda w: pp.load(w.file, model=compiled()), ANOTHER),
+}
 
 # Gate
 for value in (0, -1, "3", 2.5, None, True, [3]):
     FRESH[f"Gate: size={value!r}"] = (
-        lambda w, value=value: pp.Gate(value), r"Gate: size=.*; pass the number of channels",
-    )  # fmt: skip
+        lambda w, value=value: pp.Gate(value),
+        r"Gate: size=.*; pass the number of channels",
+    )
 for value in ("1", None, 1.5, True):
     FRESH[f"Gate: axis={value!r}"] = (
-        lambda w, value=value: pp.Gate(3, value), r"Gate: axis=.*; pass the axis of the channels",
-    )  # fmt: skip
+        lambda w, value=value: pp.Gate(3, value),
+        r"Gate: axis=.*; pass the axis of the channels",
+    )
 for value in (torch.int64, torch.complex64, "float32", None, float):
     FRESH[f"Gate: dtype={value!r}"] = (
-        lambda w, value=value: pp.Gate(3, 1, value), r"Gate: dtype=.*; pass a floating-point dtype",
-    )  # fmt: skip
+        lambda w, value=value: pp.Gate(3, 1, value),
+        r"Gate: dtype=.*; pass a floating-point dtype",
+    )
 for name, value in {
     "four channels": torch.ones(2, 4),
     "one channel": torch.ones(2, 1),
@@ -541,19 +613,37 @@ for name, value in {
 
 # Schedule
 for numbers in (
-    {"eps_end": 0.0}, {"eps_end": 1.0}, {"eps_start": -0.1}, {"done": 1.5}, {"done": 0.0},
-    {"start": 0.7}, {"start": math.nan}, {"window": 0}, {"sweeps": 0}, {"max_shrink": -math.inf},
-    {"floor": -1.0}, {"gate_lr": -1.0}, {"alpha_start": 10**400}, {"eps_end": 0.0, "done": 2.0},
-):  # fmt: skip
+    {"eps_end": 0.0},
+    {"eps_end": 1.0},
+    {"eps_start": -0.1},
+    {"done": 1.5},
+    {"done": 0.0},
+    {"start": 0.7},
+    {"start": math.nan},
+    {"window": 0},
+    {"sweeps": 0},
+    {"max_shrink": -math.inf},
+    {"floor": -1.0},
+    {"gate_lr": -1.0},
+    {"alpha_start": 10**400},
+    {"eps_end": 0.0, "done": 2.0},
+):
     named = ".*".join(numbers)
     FRESH[f"Schedule: {str(numbers)[:50]}"] = (
         lambda w, numbers=numbers: pp.Schedule(**numbers),
         f"Schedule: .*{named}.*Correct these numbers",
     )
 for numbers in (
-    {"done": "0.5"}, {"start": None}, {"eps_end": [1e-3]}, {"floor": True}, {"gate_lr": 1j},
-    {"sweeps": 1.5}, {"relaxed": "yes"}, {"relaxed": 1}, {"window": torch.ones(2)},
-):  # fmt: skip
+    {"done": "0.5"},
+    {"start": None},
+    {"eps_end": [1e-3]},
+    {"floor": True},
+    {"gate_lr": 1j},
+    {"sweeps": 1.5},
+    {"relaxed": "yes"},
+    {"relaxed": 1},
+    {"window": torch.ones(2)},
+):
     FRESH[f"Schedule: {numbers}"] = (
         lambda w, numbers=numbers: pp.Schedule(**numbers),
         f"Schedule: {next(iter(numbers))}=.*Give numbers, integers for sweeps",
@@ -563,14 +653,21 @@ for numbers in (
 REPORT = Report({"steps": 3}, {"macs": 4}, {"macs": 2}, [], [], {}, [])
 WHOLE = dataclasses.asdict(REPORT)
 TEXTS: dict[str, Any] = {
-    "None": None, "a path": "runs/report.json", "empty": "", "a list": "[1, 2]", "null": "null",
-    "no parts": "{}", "one more": json.dumps({**WHOLE, "more": 1}),
-    "settings": json.dumps({**WHOLE, "settings": 3}), "before": json.dumps({**WHOLE, "before": []}),
+    "None": None,
+    "a path": "runs/report.json",
+    "empty": "",
+    "a list": "[1, 2]",
+    "null": "null",
+    "no parts": "{}",
+    "one more": json.dumps({**WHOLE, "more": 1}),
+    "settings": json.dumps({**WHOLE, "settings": 3}),
+    "before": json.dumps({**WHOLE, "before": []}),
     "other costs": json.dumps({**WHOLE, "after": {"params": 3}}),
-    "groups": json.dumps({**WHOLE, "groups": [{}]}), "notes": json.dumps({**WHOLE, "notes": [1]}),
+    "groups": json.dumps({**WHOLE, "groups": [{}]}),
+    "notes": json.dumps({**WHOLE, "notes": [1]}),
     "history": json.dumps({**WHOLE, "history": [{"step": "x"}]}),
     "results": json.dumps({**WHOLE, "results": {"table": [{"accuracy": "high"}]}}),
-}  # fmt: skip
+}
 for name, text in TEXTS.items():
     FRESH[f"Report.from_json: {name}"] = (
         lambda w, text=text: Report.from_json(text),
@@ -597,30 +694,46 @@ GATED: dict[str, tuple[Call, str]] = {
     "attach: a module": (lambda w: w.pruner.attach(w.net), RAW.format("Sequential")),
     "attach: a class": (lambda w: w.pruner.attach(SGD), RAW.format("type")),
     "attach: a list": (lambda w: w.pruner.attach([w.optimizer]), RAW.format("list")),
-    "attach: a scheduler": (lambda w: w.pruner.attach(StepLR(SGD(w.net.parameters(), 0.1), 1)),
-                            RAW.format("StepLR")),
+    "attach: a scheduler": (
+        lambda w: w.pruner.attach(StepLR(SGD(w.net.parameters(), 0.1), 1)),
+        RAW.format("StepLR"),
+    ),
     "attach: another, a number": (lambda w: w.pruner.attach(w.optimizer, 3), RAW.format("int")),
     "attach: weight decay": (
         lambda w: w.pruner.attach(SGD(w.net.parameters(), 0.1, weight_decay=0.01)),
-        r"attach: gates \(for one, of .*\) are in a parameter group with weight decay 0.01.*build"),
+        r"attach: gates \(for one, of .*\) are in a parameter group with weight decay 0.01.*build",
+    ),
     "attach: no gates": (lambda w: w.pruner.attach(SGD(other().parameters(), 0.1)), NOT_HELD),
     "attach: one gate": (
-        lambda w: w.pruner.attach(Adam([next(iter(w.pruner.gates.values())).alpha])), NOT_HELD),
+        lambda w: w.pruner.attach(Adam([next(iter(w.pruner.gates.values())).alpha])),
+        NOT_HELD,
+    ),
     "attach: of another run": (
-        lambda w: w.pruner.attach(SGD(World(w.folder).plain().param_groups(lr=0.1))), NOT_HELD),
-    "export: no step": (lambda w: w.pruner.export(),
-                        r"export: the budget is not met yet: .*0 of 6 steps were taken.*Continue"),
-    "trace: gates are in": (lambda w: pp.trace(w.net, X),
-                            "the model has gates already: use the Pruner that put them there"),
-    "Pruner: gates are in": (lambda w: w.plain(),
-                             "the model has gates already: use the Pruner that put them there"),
+        lambda w: w.pruner.attach(SGD(World(w.folder).plain().param_groups(lr=0.1))),
+        NOT_HELD,
+    ),
+    "export: no step": (
+        lambda w: w.pruner.export(),
+        r"export: the budget is not met yet: .*0 of 6 steps were taken.*Continue",
+    ),
+    "trace: gates are in": (
+        lambda w: pp.trace(w.net, X),
+        "the model has gates already: use the Pruner that put them there",
+    ),
+    "Pruner: gates are in": (
+        lambda w: w.plain(),
+        "the model has gates already: use the Pruner that put them there",
+    ),
     "shrink: gates are in": (
         lambda w: pp.shrink(w.net, w.pruner.graph, {"0": [1]}),
-        r"3.weight: expected shape \[6, 8\], found missing. The graph belongs to another model"),
-    "save: gates are in": (lambda w: pp.save(w.net, w.folder / "new"),
-                           NOT_MADE.format("Sequential")),
+        r"3.weight: expected shape \[6, 8\], found missing. The graph belongs to another model",
+    ),
+    "save: gates are in": (
+        lambda w: pp.save(w.net, w.folder / "new"),
+        NOT_MADE.format("Sequential"),
+    ),
     "save: a pruner": (lambda w: pp.save(w.pruner, w.folder / "new"), NOT_MADE.format("Pruner")),
-}  # fmt: skip
+}
 
 
 def resumed(w: World, **settings: Any) -> None:
@@ -652,65 +765,91 @@ NO_GROUPS = (
 )
 GATED |= {
     "load_state_dict: None": (lambda w: w.pruner.load_state_dict(None), NO_STATE.format("None")),
-    "load_state_dict: a file": (lambda w: w.pruner.load_state_dict("run.pt"),
-                                NO_STATE.format("'run.pt'")),
-    "load_state_dict: a tensor": (lambda w: w.pruner.load_state_dict(X),
-                                  NO_STATE.format(r"a tensor of shape \[2, 3\]")),
-    "load_state_dict: nothing": (lambda w: w.pruner.load_state_dict({}),
-                                 OWN.format("the state has no 'settings'")),
-    "load_state_dict: the model's": (lambda w: w.pruner.load_state_dict(w.net.state_dict()),
-                                     OWN.format("the state has no 'settings'")),
+    "load_state_dict: a file": (
+        lambda w: w.pruner.load_state_dict("run.pt"),
+        NO_STATE.format("'run.pt'"),
+    ),
+    "load_state_dict: a tensor": (
+        lambda w: w.pruner.load_state_dict(X),
+        NO_STATE.format(r"a tensor of shape \[2, 3\]"),
+    ),
+    "load_state_dict: nothing": (
+        lambda w: w.pruner.load_state_dict({}),
+        OWN.format("the state has no 'settings'"),
+    ),
+    "load_state_dict: the model's": (
+        lambda w: w.pruner.load_state_dict(w.net.state_dict()),
+        OWN.format("the state has no 'settings'"),
+    ),
     "load_state_dict: the optimizer's": (
         lambda w: w.pruner.load_state_dict(w.optimizer.state_dict()),
-        OWN.format("the state has no 'settings'")),
-    "load_state_dict: no gates": (lambda w: without(w, "alpha"),
-                                  OWN.format("the state has no 'alpha'")),
-    "load_state_dict: one more": (lambda w: changed(w, more=1),
-                                  OWN.format("the state has the unknown key 'more'")),
+        OWN.format("the state has no 'settings'"),
+    ),
+    "load_state_dict: no gates": (
+        lambda w: without(w, "alpha"),
+        OWN.format("the state has no 'alpha'"),
+    ),
+    "load_state_dict: one more": (
+        lambda w: changed(w, more=1),
+        OWN.format("the state has the unknown key 'more'"),
+    ),
     "load_state_dict: a step": (lambda w: changed(w, step="3"), OWN.format("step is '3', not a")),
     "load_state_dict: too late": (lambda w: changed(w, step=7), OWN.format("step is 7, not betw")),
     "load_state_dict: landed": (lambda w: changed(w, landed=True), OWN.format("landed is True at")),
     "load_state_dict: gates": (lambda w: changed(w, alpha=[]), OWN.format(r"alpha is \[\]")),
-    "load_state_dict: another budget": (lambda w: resumed(w, macs=0.4),
-                                        ELSE.format("settings {'macs': 0.4}, .*{'macs': 0.5}")),
-    "load_state_dict: other steps": (lambda w: resumed(w, steps=7),
-                                     ELSE.format("settings {'steps': 7}, .*{'steps': 6}")),
+    "load_state_dict: another budget": (
+        lambda w: resumed(w, macs=0.4),
+        ELSE.format("settings {'macs': 0.4}, .*{'macs': 0.5}"),
+    ),
+    "load_state_dict: other steps": (
+        lambda w: resumed(w, steps=7),
+        ELSE.format("settings {'steps': 7}, .*{'steps': 6}"),
+    ),
     "load_state_dict: lam": (lambda w: resumed(w, lam=1.0), ELSE.format("settings {'lam': 1.0}")),
     "load_state_dict: another schedule": (
         lambda w: resumed(w, schedule=pp.Schedule(done=0.6)),
-        ELSE.format("schedule {'done': 0.6}, .*{'done': 0.5}")),
+        ELSE.format("schedule {'done': 0.6}, .*{'done': 0.5}"),
+    ),
     "load_state_dict: other groups": (lambda w: resumed(w, keep="0"), NO_GROUPS),
     "load_state_dict: another model": (
         lambda w: w.pruner.load_state_dict(pp.Pruner(other(), X, macs=0.5, steps=6).state_dict()),
-        NO_GROUPS),
-}  # fmt: skip
+        NO_GROUPS,
+    ),
+}
 
 LAM: dict[str, tuple[Call, str]] = {
     "step: the rate is not known": (
         lambda w: pp.Pruner(make(), X, lam=1.0, steps=6).step(),
-        r"step: with lam= the pruner has to know the gates' learning rate: build the optimizer"),
+        r"step: with lam= the pruner has to know the gates' learning rate: build the optimizer",
+    ),
     "export: lam, no step": (lambda w: w.pruner.export(), "export: 0 of 6 steps were taken. Con"),
-}  # fmt: skip
+}
 
 AUTO: dict[str, tuple[Call, str]] = {
     "attach: gates alone": (
         lambda w: w.pruner.attach(SGD(w.optimizer.param_groups[1:])),
-        r"compact: 0.weight \(and 7 more\) is in none of the optimizers.*name that too: attach"),
-}  # fmt: skip
+        r"compact: 0.weight \(and 7 more\) is in none of the optimizers.*name that too: attach",
+    ),
+}
 
 for name, wrong in {
-    "lr, text": {"lr": "0.1"}, "lr, None": {"lr": None}, "lr, below 0": {"lr": -0.1},
-    "lr, NaN": {"lr": math.nan}, "lr, several": {"lr": torch.ones(2)}, "lr, True": {"lr": True},
+    "lr, text": {"lr": "0.1"},
+    "lr, None": {"lr": None},
+    "lr, below 0": {"lr": -0.1},
+    "lr, NaN": {"lr": math.nan},
+    "lr, several": {"lr": torch.ones(2)},
+    "lr, True": {"lr": True},
     "weight decay, text": {"lr": 0.1, "weight_decay": "x"},
     "weight decay, below 0": {"lr": 0.1, "weight_decay": -1.0},
-}.items():  # fmt: skip
+}.items():
     GATED[f"param_groups: {name}"] = (
         lambda w, wrong=wrong: w.pruner.param_groups(**wrong),
         r"param_groups: (lr|weight_decay)=.*; give a finite number from 0 on",
     )
 GATED["param_groups: params"] = (
-    lambda w: w.pruner.param_groups(lr=0.1, params=[]), "param_groups: params=... is not accepted",
-)  # fmt: skip
+    lambda w: w.pruner.param_groups(lr=0.1, params=[]),
+    "param_groups: params=... is not accepted",
+)
 FRESH["trace: in inference mode"] = (
     lambda w: torch.inference_mode()(lambda: pp.trace(w.net, X))(),
     r"torch.inference_mode\(\) is on, in which no operation can be followed: call this outside",
@@ -721,38 +860,52 @@ NO_COPY = (
 )
 NO_COPIES = "compact: {} given as copies; give a list of copies of the gated model, as copies=\\["
 TRAINED: dict[str, tuple[Call, str]] = {
-    "attach: twice": (lambda w: w.pruner.attach(w.optimizer),
-                      "attach: this pruner is attached already; one optimizer is enough"),
+    "attach: twice": (
+        lambda w: w.pruner.attach(w.optimizer),
+        "attach: this pruner is attached already; one optimizer is enough",
+    ),
     "step: all are done": (lambda w: w.pruner.step(), ALL_DONE),
     "optimizer.step: all are done": (lambda w: w.optimizer.step(), ALL_DONE),
     "replayed: all are done": (lambda w: w.pruner.replayed(), ALL_DONE),
-    "compact: a number": (lambda w: w.pruner.compact(optimizer=3),
-                          "compact: int is not a torch.optim.Optimizer; give the raw optimizer"),
+    "compact: a number": (
+        lambda w: w.pruner.compact(optimizer=3),
+        "compact: int is not a torch.optim.Optimizer; give the raw optimizer",
+    ),
     "compact: a list of numbers": (
         lambda w: w.pruner.compact(optimizer=[w.optimizer, 3]),
-        "compact: int is not a torch.optim.Optimizer; give the raw optimizer"),
-    "compact: no copy": (lambda w: w.pruner.compact(copies=[other()]),
-                         NO_COPY.format("Sequential")),
-    "compact: a plain copy": (lambda w: w.pruner.compact(copies=[AveragedModel(make())]),
-                              NO_COPY.format("Sequential")),
-    "compact: one copy": (lambda w: w.pruner.compact(copies=AveragedModel(w.net)),
-                          NO_COPIES.format("AveragedModel")),
+        "compact: int is not a torch.optim.Optimizer; give the raw optimizer",
+    ),
+    "compact: no copy": (
+        lambda w: w.pruner.compact(copies=[other()]),
+        NO_COPY.format("Sequential"),
+    ),
+    "compact: a plain copy": (
+        lambda w: w.pruner.compact(copies=[AveragedModel(make())]),
+        NO_COPY.format("Sequential"),
+    ),
+    "compact: one copy": (
+        lambda w: w.pruner.compact(copies=AveragedModel(w.net)),
+        NO_COPIES.format("AveragedModel"),
+    ),
     "compact: copies, a number": (lambda w: w.pruner.compact(copies=3), NO_COPIES.format("int")),
     "compact: copies, numbers": (lambda w: w.pruner.compact(copies=[3]), NO_COPIES.format("int")),
     "compact: copies, text": (lambda w: w.pruner.compact(copies="x"), NO_COPIES.format("str")),
     "load_state_dict: NaN": (
         lambda w: changed(w, landing={"gates": 0, "macs": math.nan}),
-        OWN.format(r"landing\['macs'\] is nan, not a finite number")),
-}  # fmt: skip
+        OWN.format(r"landing\['macs'\] is nan, not a finite number"),
+    ),
+}
 
 BY_HAND: dict[str, tuple[Call, str]] = {
     "compact: no optimizer is known": (
         lambda w: w.pruner.compact(),
-        r"compact: the optimizer is unknown, .*Give it: compact\(optimizer=...\). Nothing"),
+        r"compact: the optimizer is unknown, .*Give it: compact\(optimizer=...\). Nothing",
+    ),
     "compact: another optimizer": (
         lambda w: w.pruner.compact(optimizer=SGD(other().parameters(), 0.1)),
-        r"compact: 0.weight \(and 9 more\) is in none of the optimizers.*name that too: compact"),
-}  # fmt: skip
+        r"compact: 0.weight \(and 9 more\) is in none of the optimizers.*name that too: compact",
+    ),
+}
 
 
 def rows(w: World) -> None:
@@ -764,37 +917,62 @@ DIVERGED = (
     r"learning rate or clip gradients, and start again from the last checkpoint."
 )
 DAMAGED: dict[str, tuple[Callable[[World], Any], Call, str]] = {
-    "export: a gate is NaN": (lambda w: w.pruner.gates["0"].alpha.fill_(math.nan),
-                              lambda w: w.pruner.export(), DIVERGED),
-    "state_dict: a gate is NaN": (lambda w: w.pruner.gates["0"].alpha.fill_(math.nan),
-                                  lambda w: w.pruner.state_dict(), DIVERGED),
-    "export: a gate is infinite": (lambda w: w.pruner.gates["0"].alpha.fill_(math.inf),
-                                   lambda w: w.pruner.export(), DIVERGED),
+    "export: a gate is NaN": (
+        lambda w: w.pruner.gates["0"].alpha.fill_(math.nan),
+        lambda w: w.pruner.export(),
+        DIVERGED,
+    ),
+    "state_dict: a gate is NaN": (
+        lambda w: w.pruner.gates["0"].alpha.fill_(math.nan),
+        lambda w: w.pruner.state_dict(),
+        DIVERGED,
+    ),
+    "export: a gate is infinite": (
+        lambda w: w.pruner.gates["0"].alpha.fill_(math.inf),
+        lambda w: w.pruner.export(),
+        DIVERGED,
+    ),
     "export: a weight is NaN": (
-        lambda w: w.net[0].weight.fill_(math.nan), lambda w: w.pruner.export(),
-        "export: 0.weight has values that are NaN or infinite .*go back to a checkpoint"),
+        lambda w: w.net[0].weight.fill_(math.nan),
+        lambda w: w.pruner.export(),
+        "export: 0.weight has values that are NaN or infinite .*go back to a checkpoint",
+    ),
     "export: gates are open again": (
         lambda w: [gate.alpha.fill_(1.0) for gate in w.pruner.gates.values()],
         lambda w: w.pruner.export(),
-        r"export: the budget is not met: macs 1.000 .*load the pruner's own state too"),
+        r"export: the budget is not met: macs 1.000 .*load the pruner's own state too",
+    ),
     "export: on meta": (
-        lambda w: w.net.to("meta"), lambda w: w.pruner.export(),
-        "export: 0.weight is on the meta device and has no values. Build the model again"),
+        lambda w: w.net.to("meta"),
+        lambda w: w.pruner.export(),
+        "export: 0.weight is on the meta device and has no values. Build the model again",
+    ),
     "export: a layer is another": (
-        lambda w: w.net.__setitem__(5, nn.Linear(6, 4)), lambda w: w.pruner.export(),
-        r"5.weight: expected shape \[2, 6\], found \[4, 6\]. The graph belongs to another model"),
+        lambda w: w.net.__setitem__(5, nn.Linear(6, 4)),
+        lambda w: w.pruner.export(),
+        r"5.weight: expected shape \[2, 6\], found \[4, 6\]. The graph belongs to another model",
+    ),
     "export: a layer is gone": (
-        lambda w: w.net.__delitem__(5), lambda w: w.pruner.export(),
-        r"5.weight: expected shape \[2, 6\], found missing. The graph belongs to another model"),
+        lambda w: w.net.__delitem__(5),
+        lambda w: w.pruner.export(),
+        r"5.weight: expected shape \[2, 6\], found missing. The graph belongs to another model",
+    ),
     "compact: state of another form": (
-        rows, lambda w: w.pruner.compact(),
-        r"compact: SGD keeps rows of shape \[3\] .*Nothing was changed; continue"),
-}  # fmt: skip
+        rows,
+        lambda w: w.pruner.compact(),
+        r"compact: SGD keeps rows of shape \[3\] .*Nothing was changed; continue",
+    ),
+}
 
 STAGES: list[tuple[Callable[[Path], World], dict[str, tuple[Call, str]]]] = [
-    (fresh, FRESH), (gated, GATED), (with_lam, LAM), (compacting, AUTO), (trained, TRAINED),
-    (by_hand, BY_HAND), *((damaged(how), {name: entry}) for name, (how, *entry) in DAMAGED.items()),
-]  # fmt: skip
+    (fresh, FRESH),
+    (gated, GATED),
+    (with_lam, LAM),
+    (compacting, AUTO),
+    (trained, TRAINED),
+    (by_hand, BY_HAND),
+    *((damaged(how), {name: entry}) for name, (how, *entry) in DAMAGED.items()),
+]
 CALLS = {name: (stage, *entry) for stage, table in STAGES for name, entry in table.items()}
 REMEDY = (
     r"\b([Gg]ive|[Pp]ass|[Uu]se|[Cc]all|[Bb]uild|[Rr]un|[Mm]ove|[Pp]rint|[Ss]et|"
@@ -872,7 +1050,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("train resnet56 --data cifar10:x --set schedule.done=yes", "Schedule: done='yes'. Give"),
     ("train resnet56 --data cifar10:x --macs 0.5 --method foo", "unknown method 'foo'"),
     ("sweep resnet56 --data cifar10:x --macs 0.5 --macs 2", "macs=2.0: a budget is a fraction"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("given", "said"), COMMANDS)

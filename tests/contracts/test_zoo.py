@@ -18,7 +18,7 @@ from polarprune.surgery.proof import count_macs
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "zoo").glob("*.safetensors"))
-VERSION = 1  # of the format: all shipped files were written before version 2
+OLD = [file for file in FILES if file.stem != "resnet56-47"]  # written in version 1 of the format
 
 
 def test_there_are_models() -> None:
@@ -43,12 +43,12 @@ def test_a_shipped_model_is_what_its_card_says(file: Path) -> None:
     assert [before, last["accuracy"]] == pytest.approx([after, after], abs=2e-4)  # GPUs round
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", OLD, ids=lambda file: file.stem)
 def test_a_shipped_file_of_version_1_loads_and_is_saved_as_version_2(
     file: Path, tmp_path: Path
 ) -> None:
     content = metadata(file)
-    assert content["version"] == VERSION and "sha256" not in content
+    assert content["version"] == 1 and "sha256" not in content
     model, _ = rebuild(file)
     again = tmp_path / "again.safetensors"
     pp.save(model, again, card=content["card"])
@@ -79,9 +79,12 @@ def test_a_file_with_the_old_name_of_a_network_is_refused(tmp_path: Path) -> Non
 
 
 STRANGE: list[dict[str, Any]] = [
-    {"network": []}, {"network": {"a": 1}}, {"network": 3}, {"network": "resnet56"},
+    {"network": []},
+    {"network": {"a": 1}},
+    {"network": 3},
+    {"network": "resnet56"},
     {"network": "resnet56", "macs": "many", "macs_share": 1, "params": 1, "params_share": 1},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("card", STRANGE, ids=str)

@@ -13,16 +13,31 @@ from benchmarks.pages import segmentation_and_style as page
 from polarprune.experiments.presets import PRESETS
 
 
-def card(root: Path, name: str, recipe: str, share: float, scores: tuple[float, float],
-         measure: str, **more: Any) -> None:  # fmt: skip
+def card(
+    root: Path,
+    name: str,
+    recipe: str,
+    share: float,
+    scores: tuple[float, float],
+    measure: str,
+    **more: Any,
+) -> None:
     """As `Run` writes it."""
     stages = ("baseline", "before removal", "after removal")
     table = [{"stage": stage, measure: scores[stage != "baseline"]} for stage in stages]
     made = {
-        "macs_share": share, "params_share": share / 2, "measure": measure, "table": table,
-        "trained_on": 410, "scored_on": 100, "identical_predictions": True, "machine": "a machine",
-        "recipe": dataclasses.asdict(PRESETS[recipe]), "versions": {"torch": "2.13.0"}, **more,
-    }  # fmt: skip
+        "macs_share": share,
+        "params_share": share / 2,
+        "measure": measure,
+        "table": table,
+        "trained_on": 410,
+        "scored_on": 100,
+        "identical_predictions": True,
+        "machine": "a machine",
+        "recipe": dataclasses.asdict(PRESETS[recipe]),
+        "versions": {"torch": "2.13.0"},
+        **more,
+    }
     (root / name).mkdir()
     (root / name / "card.json").write_text(json.dumps(made))
 
@@ -53,8 +68,15 @@ def test_segmentation_is_told_with_the_branches_that_closed(tmp_path: Path, clos
 
 
 def test_pixels_that_are_named_otherwise_are_told(tmp_path: Path) -> None:
-    card(tmp_path, "voc-5", "deeplabv3plus-scratch", 0.05, (0.3, 0.2), "mIoU",
-         identical_predictions=False)  # fmt: skip
+    card(
+        tmp_path,
+        "voc-5",
+        "deeplabv3plus-scratch",
+        0.05,
+        (0.3, 0.2),
+        "mIoU",
+        identical_predictions=False,
+    )
     (run,) = page.cards(tmp_path, "voc")
     run["table"][-1]["mIoU"] -= 4e-8
     assert "0 of 1 networks" in page._pixels([run]) and "4e-06 points" in page._pixels([run])

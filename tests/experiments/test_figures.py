@@ -26,25 +26,32 @@ def stored(folder: Path, name: str, number: int) -> None:
     table = [
         {"stage": stage, "accuracy": 0.9 + number / 1000 + more}
         for stage, more in (
-            ("baseline", 0.01), ("before removal", 0.0), ("after removal", 0.0),
+            ("baseline", 0.01),
+            ("before removal", 0.0),
+            ("after removal", 0.0),
             ("after fine-tuning", 0.002 * (number % 2)),
         )
-    ][: 4 if experiment.tune else 3]  # fmt: skip
+    ][: 4 if experiment.tune else 3]
     card = {
-        "network": PRESETS[experiment.preset].network, "method": experiment.method, "table": table,
-        "macs_share": left, "recipe": dataclasses.asdict(PRESETS[experiment.preset]),
+        "network": PRESETS[experiment.preset].network,
+        "method": experiment.method,
+        "table": table,
+        "macs_share": left,
+        "recipe": dataclasses.asdict(PRESETS[experiment.preset]),
         "budget": {"macs": experiment.macs} if experiment.macs else {"lam": experiment.lam},
-    }  # fmt: skip
+    }
     rows = []
     for epoch in range(1, EPOCHS + 1):
         t = epoch / EPOCHS
         closed, middle = round(80 * min(1, 2 * t)), round(20 * max(0, 1 - 2 * t))
         row: dict[str, Any] = {
-            "stage": "prune", "epoch": epoch, "loss": 2 - 1.5 * t,
+            "stage": "prune",
+            "epoch": epoch,
+            "loss": 2 - 1.5 * t,
             "macs": 1 - (1 - left) * min(1, 2 * t),
             "histogram": [closed, *[middle] * 9, *[middle] * 9, 120 - closed],
             "norms": [max(0, 60 - 4 * k) for k in range(19)] + [1],
-        }  # fmt: skip
+        }
         if epoch % 5 == 0:
             row["recalibrated_loss"] = 2.2 - 1.5 * t
         rows.append(row)
@@ -201,14 +208,30 @@ def test_one_run_of_the_table_that_collapses_is_not_stable(full: Path, change: A
     assert ("test accuracy 14.1 %" in said) == (change is collapsed)
 
 
-def test_runs_of_the_earlier_steering_are_said_to_be(full: Path) -> None:
-    assert "closed along the planned path" in captions.stability()
-    path = full / figures.MAIN / "card.json"
+def made_earlier(name: str) -> None:
+    """Rewrite a stored card as one of the version that cut at the deadline."""
+    path = figures.RESULTS / name / "card.json"
     card = json.loads(path.read_text())
     del card["recipe"]["schedule"]["window"]
     path.write_text(json.dumps(card))
-    assert f"1 of {len(figures.headline())} runs are of an earlier version" in captions.stability()
+
+
+def test_runs_of_the_earlier_steering_are_said_to_be(full: Path) -> None:
+    assert "closed along the planned path" in captions.stability()
+    everything = figures.headline()
+    made_earlier(figures.MAIN)
+    assert figures.headline() == [name for name in everything if name != figures.MAIN]
     assert "This run is of an earlier version" in captions.histograms()
+    for name in figures.headline():
+        made_earlier(name)
+    assert figures.headline() == everything
+    count = len(everything)
+    assert f"{count} of {count} runs are of an earlier version" in captions.stability()
+
+
+def test_runs_that_were_repeated_are_not_in_the_figures(full: Path) -> None:
+    (full / figures.MAIN).rename(full / f"{figures.SUPERSEDED}-{figures.MAIN}")
+    assert not {figures.MAIN, f"{figures.SUPERSEDED}-{figures.MAIN}"} & set(figures.tables())
 
 
 def rescored(name: str, accuracy: float) -> None:
@@ -223,8 +246,9 @@ def test_robust_is_what_seeds_explain(full: Path, robust: bool) -> None:
     names = [captions.REFERENCE, *figures.ablations("again")]
     for number, name in enumerate(names):  # 0.1 or 1 points apart
         rescored(name, 0.9 + number * (0.01 if robust else 0.001))
-    gap = max(max(found.values()) - min(found.values())
-              for found in (figures.decays(), figures.starts()))  # fmt: skip
+    gap = max(
+        max(found.values()) - min(found.values()) for found in (figures.decays(), figures.starts())
+    )
     assert (gap <= significance.smallest_difference(captions.seed_scores())) == robust
     said = captions.epsilon()
     assert (captions.AGREES in said) == robust == ("not robust" not in said)
@@ -240,8 +264,10 @@ def test_a_correlation_is_compared_by_its_own_uncertainty() -> None:
 
 
 def test_lambda_is_read_off_short_runs() -> None:
-    cards = [{"macs_share": share, "budget": {"lam": lam}, "recipe": {"epochs": 20}}
-             for share, lam in ((0.8, 1.0), (0.4, 4.0))]  # fmt: skip
+    cards = [
+        {"macs_share": share, "budget": {"lam": lam}, "recipe": {"epochs": 20}}
+        for share, lam in ((0.8, 1.0), (0.4, 4.0))
+    ]
     assert lambda_for(0.6, cards, 20) == pytest.approx(2)  # the middle of log λ
     assert lambda_for(0.4, cards, 200) == pytest.approx(0.4)  # ten times as long
     assert lambda_for(0.1, cards, 20) == pytest.approx(4)

@@ -160,8 +160,21 @@ def test_each_process_has_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_run_on_a_folder_of_pictures(tmp_path: Path) -> None:
     data = f"imagenet:{pictures(tmp_path / 'data')}"
-    done = runner.invoke(app, ["train", "tiny", "--data", data, "--macs", "0.5", "--out",
-                               str(tmp_path / "out"), "--device", "cpu"])  # fmt: skip
+    done = runner.invoke(
+        app,
+        [
+            "train",
+            "tiny",
+            "--data",
+            data,
+            "--macs",
+            "0.5",
+            "--out",
+            str(tmp_path / "out"),
+            "--device",
+            "cpu",
+        ],
+    )
     assert done.exit_code == 0, done.output
     card = json.loads((tmp_path / "out" / "card.json").read_text())
     assert card["macs_share"] <= 0.5 and card["identical_predictions"]
@@ -173,10 +186,23 @@ def test_a_run_on_a_folder_of_pictures(tmp_path: Path) -> None:
 
 def test_a_rehearsal_says_what_it_will_take_and_writes_nothing(tmp_path: Path) -> None:
     data, out = f"imagenet:{pictures(tmp_path / 'data', train=20)}", tmp_path / "out"
-    done = runner.invoke(app, [
-        "train", "tiny", "--data", data, "--macs", "0.4", "--out", str(out), "--device", "cpu",
-        "--dry-run", "4",
-    ])  # fmt: skip
+    done = runner.invoke(
+        app,
+        [
+            "train",
+            "tiny",
+            "--data",
+            data,
+            "--macs",
+            "0.4",
+            "--out",
+            str(out),
+            "--device",
+            "cpu",
+            "--dry-run",
+            "4",
+        ],
+    )
     assert done.exit_code == 0, done.output
     said = " ".join(done.output.split())
     assert "baseline: 80 steps of" in said and "prune: 30 steps of" in said and "hours" in said
@@ -191,10 +217,25 @@ def test_a_rehearsal_of_what_is_left_to_do(tmp_path: Path) -> None:
     data = f"imagenet:{pictures(tmp_path / 'data', train=20)}"
     file = tmp_path / "baseline.safetensors"
     save_file(Tiny().state_dict(), str(file))
-    done = runner.invoke(app, [
-        "train", "tiny", "--data", data, "--lam", "3", "--baseline", str(file), "--device", "cpu",
-        "--dry-run", "4", "--out", str(tmp_path / "out"),
-    ])  # fmt: skip
+    done = runner.invoke(
+        app,
+        [
+            "train",
+            "tiny",
+            "--data",
+            data,
+            "--lam",
+            "3",
+            "--baseline",
+            str(file),
+            "--device",
+            "cpu",
+            "--dry-run",
+            "4",
+            "--out",
+            str(tmp_path / "out"),
+        ],
+    )
     said = " ".join(done.output.split())
     assert done.exit_code == 0 and "baseline:" not in said and "prune: 30 steps of" in said
     assert "goal: lam 3" in said and said.endswith("not known in advance")
@@ -248,9 +289,10 @@ def test_published_weights_stand_in_for_a_baseline(
 
     monkeypatch.setattr("polarprune.experiments.runs.start.from_torchvision", found)
     run = Run(
-        Settings("tiny", "imagenet", pretrained="BEST"), open_imagenet(pictures(tmp_path / "data")),
+        Settings("tiny", "imagenet", pretrained="BEST"),
+        open_imagenet(pictures(tmp_path / "data")),
         tmp_path / "out",
-    )  # fmt: skip
+    )
     model: Any = run.baseline()
     assert asked == [("tiny", "BEST")] and torch.equal(model.one.weight, published.one.weight)
     assert model is not published and not (tmp_path / "out").exists()
@@ -283,15 +325,36 @@ def test_several_processes_train_one_network(tmp_path: Path) -> None:
     driver, seeds = tmp_path / "driver.py", str(tmp_path / "seeds")
     driver.write_text(DRIVER.format(out=seeds))
     arguments = [
-        str(driver), "train", "tiny", "--data", data, "--macs", "0.5", "--out",
-        str(tmp_path / "two"), "--device", "cpu", "--set", "batch=8",
-    ]  # fmt: skip
+        str(driver),
+        "train",
+        "tiny",
+        "--data",
+        data,
+        "--macs",
+        "0.5",
+        "--out",
+        str(tmp_path / "two"),
+        "--device",
+        "cpu",
+        "--set",
+        "batch=8",
+    ]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         *arguments],
-        capture_output=True, text=True, timeout=300, check=False,
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            *arguments,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
         env=environment(OMP_NUM_THREADS="1"),
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("after removal") == 1  # one of them speaks
     card = json.loads((tmp_path / "two" / "card.json").read_text())

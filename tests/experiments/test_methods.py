@@ -67,8 +67,11 @@ def test_a_control_meets_its_budget_in_as_many_epochs(
     card = prune(run, run.baseline(), method, macs=0.5)
     assert card["method"] == method and 0.2 < card["macs_share"] <= 0.5
     assert [row["stage"] for row in card["table"]] == [
-        "baseline", "before removal", "after removal", "after fine-tuning",
-    ]  # fmt: skip
+        "baseline",
+        "before removal",
+        "after removal",
+        "after fine-tuning",
+    ]
     assert all(0 <= row["accuracy"] <= 1 for row in card["table"])
     rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [row["stage"] for row in rows] == ["baseline"] * 3 + ["prune"] * 4 + ["tune"] * 2
@@ -92,8 +95,11 @@ def test_only_a_penalty_brings_channels_near_zero(
 ) -> None:
     seen: list[Tensor] = []
     plan = base.plan_by_threshold
-    monkeypatch.setattr(base, "plan_by_threshold", lambda graph, scores, **limits: [
-        seen.append(scores), plan(graph, scores, **limits)][1])  # fmt: skip
+    monkeypatch.setattr(
+        base,
+        "plan_by_threshold",
+        lambda graph, scores, **limits: [seen.append(scores), plan(graph, scores, **limits)][1],
+    )
     for value in (0.0, strong):
         torch.manual_seed(0)
         model = Tiny()
@@ -148,9 +154,21 @@ def test_residual_networks(method: str, data: Cifar10, monkeypatch: Any, tmp_pat
 def test_the_command_line_takes_a_method(tmp_path: Path) -> None:
     written(tmp_path, "bin")
     given = [
-        "train", "tiny", "--data", f"cifar10:{tmp_path}", "--macs", "0.5", "--device", "cpu",
-        "--set", "batch=10", "--set", "epochs=2", "--set", "controls.slimming=0.01",
-    ]  # fmt: skip
+        "train",
+        "tiny",
+        "--data",
+        f"cifar10:{tmp_path}",
+        "--macs",
+        "0.5",
+        "--device",
+        "cpu",
+        "--set",
+        "batch=10",
+        "--set",
+        "epochs=2",
+        "--set",
+        "controls.slimming=0.01",
+    ]
     out = tmp_path / "out"
     done = runner.invoke(app, [*given, "--out", str(out), "--method", "slimming"])
     assert done.exit_code == 0 and "after removal" in done.output, done.output
@@ -196,8 +214,13 @@ def test_group_lasso_against_its_closed_form() -> None:
 
     one, two, bn, head = model.one, model.two, model.bn, model.head
     with torch.no_grad():
-        first, size = norm(one.weight, one.bias[:, None], bn.weight[:, None], bn.bias[:, None],
-                           two.weight.transpose(0, 1))  # fmt: skip
+        first, size = norm(
+            one.weight,
+            one.bias[:, None],
+            bn.weight[:, None],
+            bn.bias[:, None],
+            two.weight.transpose(0, 1),
+        )
         second, other = norm(two.weight, two.bias[:, None], head.weight.T)
         assert (size, other) == (27 + 3 + 16 * 9, 12 * 9 + 1 + 10)
         a, b = 0.7 * math.sqrt(size) / first, 0.7 * math.sqrt(other) / second
@@ -342,8 +365,12 @@ def test_the_gates_reach_the_budget_by_themselves(kind: Any, data: Cifar10) -> N
 
 def kernels(model: Any) -> Tensor:
     """Norms by hand of the weights that read the channels of one and two."""
-    return torch.cat([model.two.weight.detach().square().sum((0, 2, 3)).sqrt(),
-                      model.head.weight.detach().norm(dim=0)])  # fmt: skip
+    return torch.cat(
+        [
+            model.two.weight.detach().square().sum((0, 2, 3)).sqrt(),
+            model.head.weight.detach().norm(dim=0),
+        ]
+    )
 
 
 @pytest.mark.parametrize("kind", [KernelGates, NaiveSL0])
@@ -375,8 +402,10 @@ def test_a_network_computes_with_gates_of_its_kernels() -> None:
 def test_the_proximal_step_shrinks_kernels_by_their_price_for_good() -> None:
     model: Any = Tiny()
     method = control(KernelGates, model)
-    before, prices = method.norms().detach(), torch.tensor(
-        [macs for macs, _ in method.graph.cost.prices().values()])  # fmt: skip
+    before, prices = (
+        method.norms().detach(),
+        torch.tensor([macs for macs, _ in method.graph.cost.prices().values()]),
+    )
     method.adjust = lambda shares: torch.tensor([2.0])
     widths = torch.tensor([12.0, 16.0]) / 1.1
     cost, rate = method.graph.cost.parts["macs"], 0.05
@@ -423,8 +452,10 @@ def test_a_step_reads_nothing_back(name: str, data: Cifar10) -> None:
     trainer._step()
     with NoReading():
         trainer._step()
-    assert all(tensor is again for tensor, again in
-               zip(method.state().values(), method.state().values(), strict=True))  # fmt: skip
+    assert all(
+        tensor is again
+        for tensor, again in zip(method.state().values(), method.state().values(), strict=True)
+    )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -478,9 +509,17 @@ def test_torch_pruning_cuts_to_the_budget() -> None:
 
 
 def stored(
-    root: Path, name: str, scores: tuple[float, ...], *, seed: int = 0, method: str = "gdp",
-    network: str = "resnet56", macs: float = 0.4665, images: int = 10000, **changes: Any,
-) -> None:  # fmt: skip
+    root: Path,
+    name: str,
+    scores: tuple[float, ...],
+    *,
+    seed: int = 0,
+    method: str = "gdp",
+    network: str = "resnet56",
+    macs: float = 0.4665,
+    images: int = 10000,
+    **changes: Any,
+) -> None:
     """A card and a log as `Run` writes them."""
     stages = ("baseline", "before removal", "after removal", "after fine-tuning")
     table = [
@@ -489,11 +528,18 @@ def stored(
     ]
     numbers = dataclasses.asdict(preset(network, seed=seed, **changes))
     card = {
-        "network": network, "method": method, "budget": {"macs": macs}, "table": table,
-        "accuracy": scores[-1], "macs_share": macs - 1e-4, "scored_on": images, "recipe": numbers,
-        "machine": "a machine", "versions": {"torch": "2.13.0"},
+        "network": network,
+        "method": method,
+        "budget": {"macs": macs},
+        "table": table,
+        "accuracy": scores[-1],
+        "macs_share": macs - 1e-4,
+        "scored_on": images,
+        "recipe": numbers,
+        "machine": "a machine",
+        "versions": {"torch": "2.13.0"},
         "identical_predictions": name != "vgg",
-    }  # fmt: skip
+    }
     folder = root / "results" / name
     folder.mkdir(parents=True)
     (folder / "card.json").write_text(json.dumps(card))
@@ -592,8 +638,11 @@ def test_where_a_control_wins_is_said(tmp_path: Path) -> None:
     stored(tmp_path, "other", (0.93, 0.9, 0.9, 0.9), method="lasso", tune_epochs=20, **short)
     stored(tmp_path, "base", (0.95, 0.9, 0.9, 0.9), method="magnitude", tune_epochs=40, **short)
     page, _ = made(tmp_path)
-    rows = {line.split("|")[1].strip(): line for line in page.split("## Other")[1].splitlines()
-            if line.startswith("|")}  # fmt: skip
+    rows = {
+        line.split("|")[1].strip(): line
+        for line in page.split("## Other")[1].splitlines()
+        if line.startswith("|")
+    }
     assert "94.00 ± 0.00 | +1.00 | 94.10 ± 0.00 | +1.10 |" in rows["**gdp (ours)**"]
     assert rows["l0"].endswith("| 100 + 40 | 2 | after fine-tuning |")
     assert rows["random"].endswith("| no |")

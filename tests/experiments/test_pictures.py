@@ -39,10 +39,20 @@ def test_masks_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(NETWORKS, "deeplabv3plus", Tiny)
     root = written(tmp_path)
     for percent in example_images.VOC:
-        run(tmp_path / "runs", f"voc-{percent}", "deeplabv3plus", torch.randn(2, 3, 9, 9),
-            baseline=percent == example_images.VOC[0])  # fmt: skip
-    given = ["masks", f"--data=voc:{root}", f"--runs={tmp_path / 'runs'}", "--rows=2",
-             "--device=cpu"]  # fmt: skip
+        run(
+            tmp_path / "runs",
+            f"voc-{percent}",
+            "deeplabv3plus",
+            torch.randn(2, 3, 9, 9),
+            baseline=percent == example_images.VOC[0],
+        )
+    given = [
+        "masks",
+        f"--data=voc:{root}",
+        f"--runs={tmp_path / 'runs'}",
+        "--rows=2",
+        "--device=cpu",
+    ]
     sheets: list[Any] = []
     monkeypatch.setattr(example_images, "sheet", lambda columns, path: sheets.append(columns))
     for photos in ([], ["--photos"]):
@@ -52,8 +62,10 @@ def test_masks_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert all(len(column) == 2 for column in sheets[-1].values())
         truth = sheets[-1]["by hand"][0]
         assert [tuple(c) for c in numpy.unique(truth.reshape(-1, 3), axis=0)] == [
-            (0, 0, 0), (128, 0, 0), (255, 255, 255),
-        ]  # fmt: skip
+            (0, 0, 0),
+            (128, 0, 0),
+            (255, 255, 255),
+        ]
     monkeypatch.undo()
     example_images.sheet(sheets[1], tmp_path / "masks.png")
     with Image.open(tmp_path / "masks.png") as image:
@@ -62,8 +74,12 @@ def test_masks_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_vocs_colours() -> None:
     colours = example_images.palette(21)
-    names = {"aeroplane": (128, 0, 0), "cat": (64, 0, 0), "person": (192, 128, 128),
-             "monitor": (0, 64, 128)}  # fmt: skip
+    names = {
+        "aeroplane": (128, 0, 0),
+        "cat": (64, 0, 0),
+        "person": (192, 128, 128),
+        "monitor": (0, 64, 128),
+    }
     for name, colour in names.items():
         assert tuple(colours[example_images.CLASSES.index(name)]) == colour
 
@@ -78,13 +94,21 @@ def test_paintings_from_photos_to_a_sheet(tmp_path: Path, monkeypatch: pytest.Mo
     everything = {**weights(), "head.weight": torch.ones(1)}
     save_file(everything, str(tmp_path / "vgg.safetensors"))
     data = tmp_path / "data"
-    example_images.main(["style-data", f"--photos={tmp_path / 'photos'}", f"--out={data}",
-                   f"--features={tmp_path / 'vgg.safetensors'}", "--scaled"])  # fmt: skip
+    example_images.main(
+        [
+            "style-data",
+            f"--photos={tmp_path / 'photos'}",
+            f"--out={data}",
+            f"--features={tmp_path / 'vgg.safetensors'}",
+            "--scaled",
+        ]
+    )
     task = style.open_style(data)
     assert task.counts == (2, 1) and PRESETS["stylenet"].data == "style"
     run(tmp_path / "runs", "style-48", "stylenet", torch.rand(2, 3, 32, 32), baseline=True)
-    example_images.main(["paintings", f"--data=style:{data}", f"--runs={tmp_path / 'runs'}",
-                   f"--out={tmp_path}"])  # fmt: skip
+    example_images.main(
+        ["paintings", f"--data=style:{data}", f"--runs={tmp_path / 'runs'}", f"--out={tmp_path}"]
+    )
     with Image.open(tmp_path / "paintings.png") as image:
         assert image.width > image.height and len(image.getcolors(1 << 24) or []) > 1000
 

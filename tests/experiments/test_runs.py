@@ -167,9 +167,9 @@ def test_batches_are_crops_and_flips_of_the_images() -> None:
     few = images(6)
     batches = Batches(few, 3)
     padded = nn.functional.pad(few.x, (0, 0, 4, 4, 4, 4))
-    crops = torch.cat([
-        padded[:, top : top + 32, left : left + 32] for top in range(9) for left in range(9)
-    ])  # fmt: skip
+    crops = torch.cat(
+        [padded[:, top : top + 32, left : left + 32] for top in range(9) for left in range(9)]
+    )
     known = normalised(torch.cat([crops, crops.flip(2)]))
     torch.manual_seed(0)
     batches.shuffle()
@@ -279,13 +279,21 @@ def test_a_run_ends_on_its_budget_with_the_same_predictions(data: Cifar10, tmp_p
     card = run.prune(run.baseline(), macs=0.5)
     assert card["macs_share"] <= 0.5 and card["identical_predictions"]
     assert [row["stage"] for row in card["table"]] == [
-        "baseline", "before removal", "after removal", "after fine-tuning",
-    ]  # fmt: skip
+        "baseline",
+        "before removal",
+        "after removal",
+        "after fine-tuning",
+    ]
     assert card["table"][1]["accuracy"] == card["table"][2]["accuracy"]
     assert {p.name for p in tmp_path.iterdir()} == {
-        "baseline.safetensors", "small.safetensors", "tuned.safetensors", "card.json",
-        "report.json", "report.html", "log.jsonl",
-    }  # fmt: skip
+        "baseline.safetensors",
+        "small.safetensors",
+        "tuned.safetensors",
+        "card.json",
+        "report.json",
+        "report.html",
+        "log.jsonl",
+    }
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["before"]["macs"] == card["table"][0]["macs"]
     assert json.loads((tmp_path / "card.json").read_text()) == card
@@ -346,10 +354,13 @@ def test_a_teacher_stays_for_the_fine_tuning(
     taught = {}
     train = Run.train
     monkeypatch.setattr(
-        Run, "train",
-        lambda run, stage, trainer: (taught.update({stage: trainer.teacher is not None}),
-                                     train(run, stage, trainer)),
-    )  # fmt: skip
+        Run,
+        "train",
+        lambda run, stage, trainer: (
+            taught.update({stage: trainer.teacher is not None}),
+            train(run, stage, trainer),
+        ),
+    )
     run = Run(preset("tiny", distill=share, tune_epochs=1), data, tmp_path)
     run.prune(run.baseline(), macs=0.5)
     assert taught == {"baseline": False, "prune": share > 0, "tune": share > 0}
@@ -395,9 +406,14 @@ def test_a_compiled_training_is_the_same_training(
         steps = 2 * batches.per_epoch
         pruner = pp.Pruner(student, normalised(data.test.x[:2]), macs=0.5, steps=steps)
         trainer = Trainer(
-            student, batches, preset("tiny", distill=0.5, compiled=wanted), epochs=2, lr=0.05,
-            pruner=pruner, teacher=teacher,
-        )  # fmt: skip
+            student,
+            batches,
+            preset("tiny", distill=0.5, compiled=wanted),
+            epochs=2,
+            lr=0.05,
+            pruner=pruner,
+            teacher=teacher,
+        )
         found.append([trainer.epoch()["loss"] for _ in range(2)])
     assert found[0] == pytest.approx(found[1], rel=1e-4) and found[0][0] != found[0][1]
     assert len(compiled) == 2 and compiled[0] is student  # and its teacher
@@ -653,10 +669,27 @@ def test_eval_wants_the_data_of_the_network(tmp_path: Path) -> None:
 def test_train_and_eval_on_the_command_line(tmp_path: Path) -> None:
     written(tmp_path, "bin")
     data, out = f"cifar10:{tmp_path}", tmp_path / "out"
-    done = runner.invoke(app, [
-        "train", "tiny", "--data", data, "--macs", "0.5", "--out", str(out), "--device", "cpu",
-        "--set", "epochs=3", "--set", "batch=10", "--seed", "3",
-    ])  # fmt: skip
+    done = runner.invoke(
+        app,
+        [
+            "train",
+            "tiny",
+            "--data",
+            data,
+            "--macs",
+            "0.5",
+            "--out",
+            str(out),
+            "--device",
+            "cpu",
+            "--set",
+            "epochs=3",
+            "--set",
+            "batch=10",
+            "--seed",
+            "3",
+        ],
+    )
     assert done.exit_code == 0, done.output
     assert "after removal" in done.output and "of the MACs" in done.output
     scored = runner.invoke(app, ["eval", str(out / "small.safetensors"), "--data", data])
@@ -669,10 +702,21 @@ def test_train_and_eval_on_the_command_line(tmp_path: Path) -> None:
 
 def test_a_baseline_alone(tmp_path: Path) -> None:
     written(tmp_path, "bin")
-    done = runner.invoke(app, [
-        "train", "tiny", "--data", f"cifar10:{tmp_path}", "--out", str(tmp_path / "out"),
-        "--set", "batch=10", "--hold-out", "20",
-    ])  # fmt: skip
+    done = runner.invoke(
+        app,
+        [
+            "train",
+            "tiny",
+            "--data",
+            f"cifar10:{tmp_path}",
+            "--out",
+            str(tmp_path / "out"),
+            "--set",
+            "batch=10",
+            "--hold-out",
+            "20",
+        ],
+    )
     assert done.exit_code == 0 and "baseline: " in done.output
 
 
@@ -743,8 +787,11 @@ def settings(experiment: experiments.Experiment) -> Settings:
     return preset(experiment.preset, **{key: json.loads(value) for key, value in changes})
 
 
-PLAIN = [name for name, one in experiments.EXPERIMENTS.items()
-         if name.startswith(("plain", "search", "paper")) and (one.lam or one.aim)]  # fmt: skip
+PLAIN = [
+    name
+    for name, one in experiments.EXPERIMENTS.items()
+    if name.startswith(("plain", "search", "paper")) and (one.lam or one.aim)
+]
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -763,9 +810,15 @@ def test_plain_mode_is_that_of_the_paper(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["plain-reference", "plain-l0-lam4-alpha0.5", "plain-kernel-gates", "plain-scratch",
-             "paper-vgg16-31-budget"],
-)  # fmt: skip
+    "name",
+    [
+        "plain-reference",
+        "plain-l0-lam4-alpha0.5",
+        "plain-kernel-gates",
+        "plain-scratch",
+        "paper-vgg16-31-budget",
+    ],
+)
 def test_the_papers_recipes_run(name: str, data: Cifar10, tmp_path: Path) -> None:
     """One epoch of a tiny network, with all else as it is."""
     one = experiments.EXPERIMENTS[name]

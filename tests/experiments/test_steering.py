@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -80,16 +81,35 @@ def test_the_summary_looks_at_both_sides_of_the_path() -> None:
 
 
 def stored(**changes: Any) -> dict[str, Any]:
-    curves = {"epoch": [1, 2], "macs": [0.7, 0.5], "path": [0.7, 0.5], "half_open": [3, 0],
-              "gates": [10, 10], "recalibrated_loss": [1.0, 0.9]}  # fmt: skip
+    curves = {
+        "epoch": [1, 2],
+        "macs": [0.7, 0.5],
+        "path": [0.7, 0.5],
+        "half_open": [3, 0],
+        "gates": [10, 10],
+        "recalibrated_loss": [1.0, 0.9],
+    }
     return {
-        "network": "resnet20", "macs": 0.5, "above_path": 0.1, "below_path": 1.9,
-        "largest_fall": 2.4, "channels_in_it": 1, "landing": {"gates": 0, "macs": 0.0},
-        "loss_ratio": 1.19, "accuracy": 0.8, "baseline": 0.7, "curves": curves,
-        "images": 80, "test_images": 20, "size": 8,
+        "network": "resnet20",
+        "macs": 0.5,
+        "above_path": 0.1,
+        "below_path": 1.9,
+        "largest_fall": 2.4,
+        "channels_in_it": 1,
+        "landing": {"gates": 0, "macs": 0.0},
+        "loss_ratio": 1.19,
+        "accuracy": 0.8,
+        "baseline": 0.7,
+        "curves": curves,
+        "images": 80,
+        "test_images": 20,
+        "size": 8,
         "recipe": {"epochs": 2, "seed": 0, "batch": 8, "baseline_epochs": 1},
-        "machine": "a machine", "versions": {"torch": "2"}, "commit": "abc", **changes,
-    }  # fmt: skip
+        "machine": "a machine",
+        "versions": {"torch": "2"},
+        "commit": "abc",
+        **changes,
+    }
 
 
 BROKEN = {
@@ -128,8 +148,16 @@ def headline(folder: Path, name: str, points: float) -> None:
     rows, macs = [], 1.0
     for epoch in range(1, 11):
         macs -= (points if epoch == 5 else 1.0) / 100
-        rows.append({"stage": "prune", "epoch": epoch, "macs": macs, "lam": 1.0,
-                     "histogram": [1, *[0] * 18, 1], "recalibrated_loss": 1 / epoch})  # fmt: skip
+        rows.append(
+            {
+                "stage": "prune",
+                "epoch": epoch,
+                "macs": macs,
+                "lam": 1.0,
+                "histogram": [1, *[0] * 18, 1],
+                "recalibrated_loss": 1 / epoch,
+            }
+        )
     (folder / name).mkdir(parents=True)
     (folder / name / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = {"schedule": {"done": 0.5}, "epochs": 10}
@@ -141,15 +169,64 @@ def test_the_cut_at_the_deadline_is_read_from_the_logs(
 ) -> None:
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     assert steering_page.earlier() == [
-        f"A run of the paper's table is not stored: {steering_page.HEADLINES[0]}."
+        f"A run of the earlier version is not stored: {steering_page.EARLIER[0]}."
     ]
-    for number, name in enumerate(steering_page.HEADLINES):
+    for number, name in enumerate(steering_page.EARLIER):
         headline(tmp_path, name, 10.0 + number)
     said, table, _ = steering_page.earlier()
     assert "10.0 to 15.0 points of the MACs in a single epoch" in said
     assert "| 5 | 96.00 % | 86.00 % | 10.00 | 1.00 | 0.25 | 0.20 |" in table
-    figure = steering_page.headline()
-    assert len(figure.axes) == 4 * len(steering_page.HEADLINES)
+    figure = steering_page.headline(steering_page.EARLIER)
+    assert len(figure.axes) == 4 * len(steering_page.EARLIER)
+
+
+def test_the_steering_of_a_long_run_is_read_from_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    assert "is not stored" in steering_page.present()[0]
+    names = steering_page.HEADLINES
+    for name in names:
+        planned(tmp_path, name)
+    off = json.loads((tmp_path / names[0] / "log.jsonl").read_text().splitlines()[2])
+    assert steering_page.long_run(names[0]) == pytest.approx(
+        (10, 0.0, 0.5 * 100 * share(4, 5), 0.5 * 100 * max(share(k, k + 1) for k in range(4)), 1, 1)
+    )
+    write_rows(tmp_path / names[0], {3: {**off, "macs": off["macs"] - 0.021}})
+    write_rows(tmp_path / names[1], {3: {**off, "recalibrated_loss": 1.25}})
+    assert steering_page.long_run(names[0]).apart == pytest.approx(-2.1)
+    assert steering_page.long_run(names[1]).ratio == pytest.approx(1.25)
+    said = steering_page.present()[0]
+    assert f"in {len(names) - 2} of {len(names)} runs" in said
+
+
+def share(start: int, end: int) -> float:
+    """The part of the way that the path covers between two of ten epochs."""
+    steps = 10 * (steering_page.IMAGES // 500)
+    at = [Schedule().path(epoch * steps // 10, steps) for epoch in (start, end)]
+    return at[0] - at[1]
+
+
+def planned(folder: Path, name: str) -> None:
+    """Write a run of ten epochs to half of the MACs, exactly on its path."""
+    recipe = {"schedule": dataclasses.asdict(Schedule()), "epochs": 10, "batch": 500}
+    (folder / name).mkdir()
+    content = {**recipe, "budget": {"macs": 0.5}}
+    (folder / name / "run.json").write_text(json.dumps(content))
+    rows = {
+        epoch: {"stage": "prune", "epoch": epoch, "macs": 1 - 0.5 * share(0, epoch),
+                "recalibrated_loss": 1.0}
+        for epoch in range(1, 11)
+    }  # fmt: skip
+    write_rows(folder / name, rows)
+
+
+def write_rows(folder: Path, changed: dict[int, dict[str, Any]]) -> None:
+    """Write rows of a log, by epoch; those that are there already stay."""
+    file = folder / "log.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    rows = {row["epoch"]: row for row in map(json.loads, lines)} | changed
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows.values()))
 
 
 def test_the_figure_has_a_row_for_every_kind(

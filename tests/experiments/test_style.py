@@ -54,8 +54,11 @@ def test_features_are_what_the_network_sees() -> None:
     x = torch.rand(1, 3, 32, 32) * 255
     seen = Features(weights())(x)
     assert [tuple(level.shape[1:]) for level in seen] == [
-        (64, 32, 32), (128, 16, 16), (256, 8, 8), (512, 4, 4),
-    ]  # fmt: skip
+        (64, 32, 32),
+        (128, 16, 16),
+        (256, 8, 8),
+        (512, 4, 4),
+    ]
     scaled = x / 255 - torch.tensor(style.MEAN)[:, None, None]
     scaled = scaled / torch.tensor(style.STD)[:, None, None]
     assert seen[1].allclose(whole.features[:13](scaled), atol=1e-5)  # type: ignore[operator]
@@ -94,8 +97,10 @@ def test_the_style_itself_lacks_only_the_content(tmp_path: Path) -> None:
 def test_a_run_ends_on_its_budget_with_the_same_pictures(tmp_path: Path) -> None:
     data, out = f"style:{photos(tmp_path / 'data')}", tmp_path / "out"
     runner = CliRunner()
-    done = runner.invoke(app, ["train", "tiny", "--data", data, "--macs", "0.5", "--out", str(out),
-                               "--device", "cpu"])  # fmt: skip
+    done = runner.invoke(
+        app,
+        ["train", "tiny", "--data", data, "--macs", "0.5", "--out", str(out), "--device", "cpu"],
+    )
     assert done.exit_code == 0, done.output
     card = json.loads((out / "card.json").read_text())
     assert card["macs_share"] <= 0.5 and card["identical_predictions"]

@@ -145,8 +145,9 @@ def test_intersection_over_union_by_hand() -> None:
     found = intersection_over_union(answers, masks)
     assert found[:3].tolist() == [1 / 3, 2 / 3, 1 / 2]  # void does not count, 9 is only there
     assert bool(found[3:].isnan().all())
-    voc = Voc(Photos(torch.zeros(0), masks, torch.zeros(0)),
-              Photos(torch.zeros(0), masks, torch.zeros(0)))  # fmt: skip
+    voc = Voc(
+        Photos(torch.zeros(0), masks, torch.zeros(0)), Photos(torch.zeros(0), masks, torch.zeros(0))
+    )
     assert voc.score(answers) == pytest.approx((1 / 3 + 2 / 3 + 1 / 2) / 3)
     assert voc.score((masks.int() - 1).clamp_min(0).byte()) == 1.0
 
@@ -154,8 +155,18 @@ def test_intersection_over_union_by_hand() -> None:
 # --- a run ----------------------------------------------------------------------------------------
 
 
-TINY = Settings("tiny", "voc", baseline_epochs=25, epochs=4, batch=4, baseline_lr=0.2, lr=0.05,
-              rates="poly", crop=25, warm_up=0)  # fmt: skip
+TINY = Settings(
+    "tiny",
+    "voc",
+    baseline_epochs=25,
+    epochs=4,
+    batch=4,
+    baseline_lr=0.2,
+    lr=0.05,
+    rates="poly",
+    crop=25,
+    warm_up=0,
+)
 
 
 @pytest.fixture
@@ -184,10 +195,27 @@ def test_a_run_ends_on_its_budget_with_the_same_answers(
 def test_train_and_eval_on_the_command_line(tiny: None, tmp_path: Path) -> None:
     written(tmp_path)
     runner, data, out = CliRunner(), f"voc:{tmp_path}", tmp_path / "out"
-    done = runner.invoke(app, [
-        "train", "tiny", "--data", data, "--macs", "0.6", "--out", str(out), "--device", "cpu",
-        "--set", "epochs=1", "--set", "baseline_epochs=1", "--set", "distill=0.5",
-    ])  # fmt: skip
+    done = runner.invoke(
+        app,
+        [
+            "train",
+            "tiny",
+            "--data",
+            data,
+            "--macs",
+            "0.6",
+            "--out",
+            str(out),
+            "--device",
+            "cpu",
+            "--set",
+            "epochs=1",
+            "--set",
+            "baseline_epochs=1",
+            "--set",
+            "distill=0.5",
+        ],
+    )
     assert done.exit_code == 0, done.output
     assert "after removal" in done.output and "of the MACs" in done.output
     done = runner.invoke(app, ["eval", str(out / "small.safetensors"), "--data", data])
@@ -205,8 +233,9 @@ def test_some_modules_learn_at_a_tenth_of_the_rate(voc: Voc) -> None:
     assert (quick["lr"], slow["lr"], gates["lr"]) == pytest.approx((0.01, 0.001, 0.001))
     assert len(slow["params"]) == 2 and len(quick["params"]) == 6
     assert gates["params"] == [gate.alpha for gate in pruner.gates.values()]
-    trainer = Trainer(model, Crops(voc.train, 4, 25), Settings("tiny", slow="backbone"),
-                      epochs=1, lr=0.01)  # fmt: skip
+    trainer = Trainer(
+        model, Crops(voc.train, 4, 25), Settings("tiny", slow="backbone"), epochs=1, lr=0.01
+    )
     assert trainer.rates == pytest.approx([0.01, 0.001])
 
 

@@ -48,10 +48,31 @@ MEMORY = 2**30  # bytes that loading and running small networks may take on top
 _armed = False
 _events: list[str] = []
 _WATCHED = (
-    "exec", "compile", "import", "os.", "subprocess.", "ctypes.", "socket.", "shutil.", "pickle.",
-    "marshal.", "code.", "tempfile.", "glob.", "webbrowser.", "urllib.", "http.", "sqlite3.",
-    "sys.settrace", "sys.setprofile", "sys.addaudithook", "cpython.", "gc.", "signal.", "pty.",
-)  # fmt: skip
+    "exec",
+    "compile",
+    "import",
+    "os.",
+    "subprocess.",
+    "ctypes.",
+    "socket.",
+    "shutil.",
+    "pickle.",
+    "marshal.",
+    "code.",
+    "tempfile.",
+    "glob.",
+    "webbrowser.",
+    "urllib.",
+    "http.",
+    "sqlite3.",
+    "sys.settrace",
+    "sys.setprofile",
+    "sys.addaudithook",
+    "cpython.",
+    "gc.",
+    "signal.",
+    "pty.",
+)
 
 
 def _watch(event: str, args: tuple[Any, ...]) -> None:
@@ -127,12 +148,16 @@ def attack(count: int, seed: int, folder: Path) -> tuple[Counter[tuple[str, str]
         dice = random.Random(number)
         one = dice.choice(victims)
         coded = bool(one.content["recipe"]["rewired"])
-        ways = [*(["damaged"] if one.content["version"] > 1 else []), "forged",
-                *(["hostile", "hostile", "mangled"] if coded else [])]  # fmt: skip
+        ways = [
+            *(["damaged"] if one.content["version"] > 1 else []),
+            "forged",
+            *(["hostile", "hostile", "mangled"] if coded else []),
+        ]
         way = dice.choice(ways)
         make = {"forged": forged, "hostile": hostile, "mangled": mangled}.get(way)
-        file.write_bytes(damaged(one.data, dice) if make is None
-                         else one.signed(make(one.content, dice)))  # fmt: skip
+        file.write_bytes(
+            damaged(one.data, dice) if make is None else one.signed(make(one.content, dice))
+        )
         result = outcome(file, one, "forged" if way == "mangled" else way)
         found[way, result.split(":")[0]] += 1
         if result.startswith("VIOLATION"):

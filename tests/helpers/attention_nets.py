@@ -48,8 +48,9 @@ class Separate(nn.Module):
         self.k, self.v = (nn.Linear(DIM, groups * self.head) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (f(x).unflatten(-1, (-1, self.head)).transpose(1, 2)
-                   for f in (self.q, self.k, self.v))  # fmt: skip
+        q, k, v = (
+            f(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )
         k, v = (t.repeat_interleave(HEADS // self.groups, 1) for t in (k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.proj(out.transpose(1, 2).flatten(2))
@@ -59,8 +60,9 @@ class Rotary(Separate):
     """Positions as rotations of the halves of a head, as in Llama."""
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (f(x).unflatten(-1, (-1, self.head)).transpose(1, 2)
-                   for f in (self.q, self.k, self.v))  # fmt: skip
+        q, k, v = (
+            f(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )
         angle = torch.arange(7.0, dtype=x.dtype)[:, None] * torch.ones(self.head, dtype=x.dtype)
         q, k = (t * angle.cos() + self.turned(t) * angle.sin() for t in (q, k))
         out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)

@@ -181,8 +181,13 @@ class Case:
     @staticmethod
     def draw(dice: random.Random, steps: int = STEPS, every: int = EVERY) -> Case:
         goals = ((("macs", 0.4),), (("params", 0.5),), (("macs", 0.5), ("params", 0.6)))
-        return Case(dice.choice(("sgd", "adam")), dice.choice(("auto", None)), dice.choice(goals),
-                    steps, every)  # fmt: skip
+        return Case(
+            dice.choice(("sgd", "adam")),
+            dice.choice(("auto", None)),
+            dice.choice(goals),
+            steps,
+            every,
+        )
 
 
 Parts = tuple[pp.Pruner, nn.Module, torch.optim.Optimizer, Any]
@@ -308,14 +313,24 @@ def command(*given: Any) -> Callable[[], None]:
 
 def training(data: Path, out: Path, word: str = "train") -> Callable[[], None]:
     budgets = ["--macs", 0.5] if word == "train" else ["--macs", "0.6,0.4", "--no-ray"]
-    return command(word, "endurance", "--data", f"cifar10:{data}", "--device", "cpu", "--out", out,
-                   *budgets)  # fmt: skip
+    return command(
+        word, "endurance", "--data", f"cifar10:{data}", "--device", "cpu", "--out", out, *budgets
+    )
 
 
 RECIPE = Settings(
-    "endurance", baseline_epochs=2, epochs=6, tune_epochs=1, batch=20, baseline_lr=0.05, lr=0.05,
-    warm_up=1, distill=0.5, recalibrate=2, compact="auto",
-)  # fmt: skip
+    "endurance",
+    baseline_epochs=2,
+    epochs=6,
+    tune_epochs=1,
+    batch=20,
+    baseline_lr=0.05,
+    lr=0.05,
+    warm_up=1,
+    distill=0.5,
+    recalibrate=2,
+    compact="auto",
+)
 
 
 def one_line(ended: Ended) -> str:

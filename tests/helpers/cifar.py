@@ -45,8 +45,9 @@ def written(folder: Path, kind: str) -> Cifar10:
     inner = folder / f"cifar-10-batches-{kind}"
     inner.mkdir()
     parts = [images(20, seed=k) for k in range(6)]
-    for name, part in zip([*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"], parts,
-                          strict=True):  # fmt: skip
+    for name, part in zip(
+        [*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"], parts, strict=True
+    ):
         rows = part.x.permute(0, 3, 1, 2).reshape(len(part), -1)
         if kind == "py":
             content = {b"data": rows.numpy(), b"labels": part.y.tolist()}

@@ -111,8 +111,15 @@ class Trials:
 
     def compare_commands(self, word: str, out: Path) -> None:
         wanted, _ = self.whole_command(word)
-        names = ["card.json", "small.safetensors", "tuned.safetensors", "report.json",
-                 "baseline.safetensors", "sweep.json", "sweep.png"]  # fmt: skip
+        names = [
+            "card.json",
+            "small.safetensors",
+            "tuned.safetensors",
+            "report.json",
+            "baseline.safetensors",
+            "sweep.json",
+            "sweep.png",
+        ]
         found = {
             file.relative_to(wanted)
             for file in wanted.rglob("*")
@@ -125,8 +132,11 @@ class Trials:
             demand(equal, f"{name} differs")
         left = [file.name for file in out.rglob("*.new")]
         demand(not left, f"left behind: {left}")
-        rows = [json.loads(row) for file in out.rglob("log.jsonl")
-                for row in file.read_text().splitlines()]  # fmt: skip
+        rows = [
+            json.loads(row)
+            for file in out.rglob("log.jsonl")
+            for row in file.read_text().splitlines()
+        ]
         demand(all("loss" in row for row in rows), "the log has torn lines")
 
     # kills
@@ -223,8 +233,17 @@ class Trials:
             torch.manual_seed(0)
             model = Net()
             graph = pp.trace(model, self.data.train_x[:2])
-            small = [pp.shrink(model, graph, {name: list(range(least, group.size))
-                     for name, group in graph.prunable.items()}) for least in (2, 0)]  # fmt: skip
+            small = [
+                pp.shrink(
+                    model,
+                    graph,
+                    {
+                        name: list(range(least, group.size))
+                        for name, group in graph.prunable.items()
+                    },
+                )
+                for least in (2, 0)
+            ]
             file = full.folder / "small.safetensors"
             pp.save(small[0], file)
             before = file.read_bytes()
@@ -378,8 +397,9 @@ class Trials:
 
         def task() -> None:
             torch.manual_seed(0)
-            model = nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(),
-                                  nn.Linear(24, 3))  # fmt: skip
+            model = nn.Sequential(
+                nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 3)
+            )
             x, y = torch.randn(64, 6), torch.randint(3, (64,))
             pruner = pp.Pruner(model, x[:2], macs=0.5, steps=self.many, compact=compact)
             optimizer = torch.optim.Adam(pruner.param_groups(lr=0.01))

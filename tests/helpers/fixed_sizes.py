@@ -90,9 +90,16 @@ class Window(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return window_attention(
-            x, self.qkv.weight, self.proj.weight, self.bias(), self.window, self.num_heads,
-            self.shift, self.qkv.bias, self.proj.bias,
-        )  # fmt: skip
+            x,
+            self.qkv.weight,
+            self.proj.weight,
+            self.bias(),
+            self.window,
+            self.num_heads,
+            self.shift,
+            self.qkv.bias,
+            self.proj.bias,
+        )
 
 
 class Conv1D(nn.Module):

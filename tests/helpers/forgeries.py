@@ -80,8 +80,13 @@ class Standardized(nn.Conv2d):
 
 
 def blocks() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), Block(), nn.AdaptiveAvgPool2d(1),
-                         nn.Flatten(), nn.Linear(6, 2))  # fmt: skip
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, padding=1),
+        Block(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(6, 2),
+    )
 
 
 def standardized() -> nn.Module:
@@ -150,17 +155,21 @@ def damaged(data: bytes, dice: random.Random) -> bytes:
     length = min(dice.choice([1, 1, 1, 4, 30, 400]), len(data) - start)
     noise = dice.randbytes(length)
     end = start + length
-    return dice.choice([
-        lambda: data[:start] + bytes([data[start] ^ 1 << dice.randrange(8)]) + data[start + 1 :],
-        lambda: data[:start] + noise + data[end:],
-        lambda: data[:start] + data[end:],
-        lambda: data[:start] + noise + data[start:],
-        lambda: data[:start] + data[start:end] * 2 + data[end:],
-        lambda: data[:start],
-        lambda: data + noise,
-        lambda: data[:start] + data[start:end][::-1] + data[end:],
-        lambda: _other_header(data, dice),
-    ])()  # fmt: skip
+    return dice.choice(
+        [
+            lambda: (
+                data[:start] + bytes([data[start] ^ 1 << dice.randrange(8)]) + data[start + 1 :]
+            ),
+            lambda: data[:start] + noise + data[end:],
+            lambda: data[:start] + data[end:],
+            lambda: data[:start] + noise + data[start:],
+            lambda: data[:start] + data[start:end] * 2 + data[end:],
+            lambda: data[:start],
+            lambda: data + noise,
+            lambda: data[:start] + data[start:end][::-1] + data[end:],
+            lambda: _other_header(data, dice),
+        ]
+    )()
 
 
 def _other_header(data: bytes, dice: random.Random) -> bytes:
@@ -169,8 +178,19 @@ def _other_header(data: bytes, dice: random.Random) -> bytes:
     header = json.loads(data[8 : 8 + length])
     name = dice.choice([key for key in header if key != "__metadata__"])
     field = dice.choice(["dtype", "shape", "data_offsets"])
-    header[name][field] = dice.choice(["F64", "I32", "BF16", [], [1], [2**40, 2**40], [0, 10**18],
-                                       header[name]["shape"][::-1], None])  # fmt: skip
+    header[name][field] = dice.choice(
+        [
+            "F64",
+            "I32",
+            "BF16",
+            [],
+            [1],
+            [2**40, 2**40],
+            [0, 10**18],
+            header[name]["shape"][::-1],
+            None,
+        ]
+    )
     if dice.random() < 0.3:
         header["__metadata__"] = {"polarprune": dice.choice(["", "{}"])}
     text = json.dumps(header).encode()
@@ -180,12 +200,39 @@ def _other_header(data: bytes, dice: random.Random) -> bytes:
 # --- forged: the recipe ---------------------------------------------------------------------------
 
 STRANGE: list[Any] = [
-    None, True, False, 0, -1, 1, 2**31, 2**63, 10**30, 1.5, -0.0, 1e300, "", "0", "weight",
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    2**31,
+    2**63,
+    10**30,
+    1.5,
+    -0.0,
+    1e300,
+    "",
+    "0",
+    "weight",
     "__class__",
-    "_\uff3finit_\uff3f", "\u202e", "\x00", "a" * 5000, [], {}, [[]], {"": {}}, [0, 0, 0], [-1],
+    "_\uff3finit_\uff3f",
+    "\u202e",
+    "\x00",
+    "a" * 5000,
+    [],
+    {},
+    [[]],
+    {"": {}},
+    [0, 0, 0],
+    [-1],
     [True],
-    [10**12], list(range(3000)), {"node": "x0"}, {"dtype": "load"}, {"device": "cuda:0; rm"},
-]  # fmt: skip
+    [10**12],
+    list(range(3000)),
+    {"node": "x0"},
+    {"dtype": "load"},
+    {"device": "cuda:0; rm"},
+]
 
 
 def forged(content: dict[str, Any], dice: random.Random) -> str:
@@ -295,16 +342,27 @@ def hostile_nodes(dice: random.Random, path: str) -> list[list[Any]]:
         [node("h0", "get_attr", dice.choice(PATHS.split()), [])],
         [node("h0", "call_module", dice.choice(PATHS.split()), [X])],
         [node("h0", dice.choice(["root", "exec", "", "call", "placeholder "]), "x", [])],
-        [node("h0", "call_method", "detach", [X]), node("h1", "call_method", "numpy", [call]),
-         node("h2", "call_function", read, [{"node": "h1"}, "ctypes"]),
-         node("h3", "call_function", read, [{"node": "h2"}, "_ctypes"]),
-         node("h4", "call_function", read, [{"node": "h3"}, "_os"]),
-         node("h5", "call_method", "system", [{"node": "h4"}, "true"])],
-        [node("h0", "get_attr", "_modules", []),
-         node("h1", "call_function", "operator.setitem", [call, "evil", X]),
-         node("h2", "call_module", "evil", ["true"])],
-        [node(dice.choice(["h\nimport os", "__h", "h(", "_\uff3fh_\uff3f", "h;", "", "\uff48"]),
-              "call_method", "relu", [X])],
+        [
+            node("h0", "call_method", "detach", [X]),
+            node("h1", "call_method", "numpy", [call]),
+            node("h2", "call_function", read, [{"node": "h1"}, "ctypes"]),
+            node("h3", "call_function", read, [{"node": "h2"}, "_ctypes"]),
+            node("h4", "call_function", read, [{"node": "h3"}, "_os"]),
+            node("h5", "call_method", "system", [{"node": "h4"}, "true"]),
+        ],
+        [
+            node("h0", "get_attr", "_modules", []),
+            node("h1", "call_function", "operator.setitem", [call, "evil", X]),
+            node("h2", "call_module", "evil", ["true"]),
+        ],
+        [
+            node(
+                dice.choice(["h\nimport os", "__h", "h(", "_\uff3fh_\uff3f", "h;", "", "\uff48"]),
+                "call_method",
+                "relu",
+                [X],
+            )
+        ],
         [node("h0", "call_function", "torch.zeros", [huge])],
         [node("h0", "call_function", "torch.full", [{"tuple": [2**20, 2**20]}, 1.0])],
         [node("h0", "call_function", "torch.arange", [huge])],
@@ -319,7 +377,7 @@ def hostile_nodes(dice: random.Random, path: str) -> list[list[Any]]:
         [node("h0", "call_method", "add", [X, 2**70])],
         [node("h0", "call_method", "add", [X, {"node": "nowhere"}])],
         [node("h0", "call_method", "relu", [path])],
-    ]  # fmt: skip
+    ]
     return dice.choice(chains)
 
 

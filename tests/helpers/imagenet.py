@@ -20,5 +20,6 @@ class Tiny(nn.Module):
         return scores
 
 
-TINY = Settings("tiny", "imagenet", baseline_epochs=8, epochs=3, batch=4, baseline_lr=0.1, lr=0.05,
-              warm_up=0)  # fmt: skip
+TINY = Settings(
+    "tiny", "imagenet", baseline_epochs=8, epochs=3, batch=4, baseline_lr=0.1, lr=0.05, warm_up=0
+)

@@ -72,8 +72,11 @@ class Watch(TorchDispatchMode):
 
     def _look(self, before: Contraction, now: Tensor) -> None:
         rest = [axis for axis in range(now.dim()) if axis != before.axis]
-        changed = (now != before.reads).movedim(before.axis, 0).flatten(1).any(1) if rest else (
-            now != before.reads)  # fmt: skip
+        changed = (
+            (now != before.reads).movedim(before.axis, 0).flatten(1).any(1)
+            if rest
+            else (now != before.reads)
+        )
         for index in changed.nonzero().flatten().tolist():
             column = before.columns[index]
             self.moved.add(column or (f"input of {before.name}", before.axis, index))
@@ -132,8 +135,9 @@ class Oracle:
         self.model, self.inputs = model, inputs
         tensors = [*model.named_parameters(), *model.named_buffers()]
         self.tensors = {name: x for name, x in tensors if x.is_floating_point() and x.numel() > 1}
-        named = {x.untyped_storage().data_ptr(): (name, x.detach()) for name, x in
-                 self.tensors.items()}  # fmt: skip
+        named = {
+            x.untyped_storage().data_ptr(): (name, x.detach()) for name, x in self.tensors.items()
+        }
         self._parents: dict[Slice, Slice] = {}
         first = Watch(named)
         self._outputs = self._run(first)

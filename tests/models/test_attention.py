@@ -119,8 +119,10 @@ def test_a_pruned_attention_is_saved_and_loaded(tmp_path: Any) -> None:
 def test_dropout_inside_attention_does_not_hide_equality() -> None:
     class Dropping(Separate):
         def forward(self, x: Tensor) -> Tensor:
-            q, k, v = (f(x).unflatten(-1, (-1, self.head)).transpose(1, 2)
-                       for f in (self.q, self.k, self.v))  # fmt: skip
+            q, k, v = (
+                f(x).unflatten(-1, (-1, self.head)).transpose(1, 2)
+                for f in (self.q, self.k, self.v)
+            )
             rate = 0.3 if self.training else 0.0
             out = F.scaled_dot_product_attention(q, k, v, dropout_p=rate, enable_gqa=True)
             return self.proj(out.transpose(1, 2).flatten(2))
@@ -211,9 +213,12 @@ def test_heads_of_cross_attention_go(variant: str) -> None:
     )
     pruner.param_groups(lr=0.0)
     assert {name: group.size for name, group in pruner.graph.prunable.items()} == {
-        "encoder.self_attn": 4, "encoder.linear1": 32, "decoder.self_attn": 4,
-        "decoder.multihead_attn": 4, "decoder.linear1": 32,
-    }  # fmt: skip
+        "encoder.self_attn": 4,
+        "encoder.linear1": 32,
+        "decoder.self_attn": 4,
+        "decoder.multihead_attn": 4,
+        "decoder.linear1": 32,
+    }
     set_gates(pruner, VARIANTS[variant], variant)
     small = pruner.export().eval()
     others = torch.randn(3, 7, 5).double(), torch.randn(3, 2, 5).double()

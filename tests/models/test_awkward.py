@@ -318,10 +318,18 @@ def test_stochastic_depth_draws_the_same_samples(drop: type[DropPath]) -> None:
 
 def test_dropout_of_every_kind_is_kept_and_compared() -> None:
     model = nn.Sequential(
-        cbr(3, 8), nn.Dropout2d(0.3), cbr(8, 6), nn.AlphaDropout(0.2), nn.AdaptiveAvgPool2d(2),
-        nn.Flatten(), nn.Dropout(0.4), nn.Linear(24, 10), nn.FeatureAlphaDropout(0.2), nn.ReLU(),
+        cbr(3, 8),
+        nn.Dropout2d(0.3),
+        cbr(8, 6),
+        nn.AlphaDropout(0.2),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(0.4),
+        nn.Linear(24, 10),
+        nn.FeatureAlphaDropout(0.2),
+        nn.ReLU(),
         nn.Linear(10, 5),
-    )  # fmt: skip
+    )
     this = cut(model, (images(),), {"0.0": 8, "2.0": 6, "7": 10}, {"10": OUTPUT})
     kinds = [type(module) for module in this.small if "Dropout" in type(module).__name__]
     assert kinds == [nn.Dropout2d, nn.AlphaDropout, nn.Dropout, nn.FeatureAlphaDropout]
@@ -475,7 +483,7 @@ def test_outputs_of_every_form_keep_their_form(pack: Callable[[Tensor, Tensor], 
         "lstm",
         "gru",
     ],
-)  # fmt: skip
+)
 def test_export_equals_the_gated_model(make: Callable[[], nn.Module], inputs: Inputs) -> None:
     pruner = pruner_of(randomise(make()).double(), inputs)
     set_gates(pruner, VARIANTS["half"], "awkward")

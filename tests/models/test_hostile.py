@@ -379,9 +379,12 @@ def test_channels_of_one_group_that_cost_differently_stay_whole() -> None:
     assert any("cost more than others" in group.reason for group in graph.groups.values())
     for name, group in graph.prunable.items():
         small = pp.shrink(Three(body), graph, {name: list(range(1, group.size))})
-        assert count_macs(small, X) == graph.cost.at(
-            torch.tensor([g.size - (n == name) for n, g in graph.prunable.items()])
-        )["macs"]  # fmt: skip
+        assert (
+            count_macs(small, X)
+            == graph.cost.at(
+                torch.tensor([g.size - (n == name) for n, g in graph.prunable.items()])
+            )["macs"]
+        )
 
 
 def test_a_product_with_one_channel_that_torch_does_not_count_is_no_breach() -> None:
@@ -632,8 +635,14 @@ class Noisy(nn.Module):
 
 
 FOLLOWED = {
-    Unfolded: 8 + 2 + 8, Warped: 8, Unpooled: 8, Scored: 8, Twice: 4, Mirrored: 8, Noisy: 16,
-}  # fmt: skip
+    Unfolded: 8 + 2 + 8,
+    Warped: 8,
+    Unpooled: 8,
+    Scored: 8,
+    Twice: 4,
+    Mirrored: 8,
+    Noisy: 16,
+}
 
 
 @pytest.mark.parametrize("make", FOLLOWED, ids=lambda make: make.__name__)
@@ -650,11 +659,17 @@ def test_what_can_be_followed_is_pruned(make: Any) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("slices", {"a.weight": {"7": [0]}}), ("slices", {"a.weight": {"0": ["x"]}}),
-        ("slices", {"a.weight": [1]}), ("attributes", {"nothing": {"x": 1}}), ("shapes", 3),
-        ("constants", ["nothing"]), ("heads", {"a": [0]}), ("rewired", {"a": {}}), ("computed", 5),
+        ("slices", {"a.weight": {"7": [0]}}),
+        ("slices", {"a.weight": {"0": ["x"]}}),
+        ("slices", {"a.weight": [1]}),
+        ("attributes", {"nothing": {"x": 1}}),
+        ("shapes", 3),
+        ("constants", ["nothing"]),
+        ("heads", {"a": [0]}),
+        ("rewired", {"a": {}}),
+        ("computed", 5),
     ],
-)  # fmt: skip
+)
 def test_a_recipe_that_is_damaged_is_said_to_be(key: str, value: Any, tmp_path: Path) -> None:
     model = Three()
     small = pp.shrink(model, pp.trace(model, X), {"a": [0, 1]})

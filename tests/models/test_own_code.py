@@ -70,8 +70,10 @@ def test_norms_that_are_told_their_shape_follow_the_stream() -> None:
         model, inputs = randomise(model).double(), (torch.randn(2, 4, 5).double(),)
         graph = pp.trace(model, inputs, norms=True)
         assert {name: group.size for name, group in graph.prunable.items()} == {
-            "0": 8, "1.up": 12, "2.up": 12,
-        }  # fmt: skip
+            "0": 8,
+            "1.up": 12,
+            "2.up": 12,
+        }
         cut_at_random(model, graph, inputs)
 
 

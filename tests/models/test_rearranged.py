@@ -56,8 +56,11 @@ def expanded_last(net: Any, x: Tensor) -> Tensor:
 
 
 def blocks() -> dict[str, nn.Module]:
-    return {"first": nn.Conv2d(4, 16, 3, padding=1), "middle": nn.Conv2d(4, 6, 1),
-            "last": nn.Conv2d(6, 2, 1)}  # fmt: skip
+    return {
+        "first": nn.Conv2d(4, 16, 3, padding=1),
+        "middle": nn.Conv2d(4, 6, 1),
+        "last": nn.Conv2d(6, 2, 1),
+    }
 
 
 def generator(run: Callable[[Any, Tensor], Tensor]) -> nn.Module:
@@ -71,70 +74,118 @@ def rows(run: Callable[[Any, Tensor], Tensor]) -> nn.Module:
 Case = tuple[Callable[[], nn.Module], dict[str, int], Tensor, Tensor]
 CASES: dict[str, Case] = {
     "pixel shuffle": (
-        lambda: nn.Sequential(nn.Conv2d(4, 16, 3), nn.PixelShuffle(2), nn.Conv2d(4, 6, 1),
-                              nn.ReLU(), nn.Conv2d(6, 2, 1)),
-        {"0": 4, "2": 6}, IMAGES, MORE_IMAGES,
+        lambda: nn.Sequential(
+            nn.Conv2d(4, 16, 3),
+            nn.PixelShuffle(2),
+            nn.Conv2d(4, 6, 1),
+            nn.ReLU(),
+            nn.Conv2d(6, 2, 1),
+        ),
+        {"0": 4, "2": 6},
+        IMAGES,
+        MORE_IMAGES,
     ),
     "pixel shuffle, twice": (
-        lambda: nn.Sequential(nn.Conv2d(4, 16, 3), nn.PixelShuffle(2), nn.Conv2d(4, 16, 1),
-                              nn.PixelShuffle(2), nn.Conv2d(4, 2, 1)),
-        {"0": 4, "2": 4}, IMAGES, MORE_IMAGES,
+        lambda: nn.Sequential(
+            nn.Conv2d(4, 16, 3),
+            nn.PixelShuffle(2),
+            nn.Conv2d(4, 16, 1),
+            nn.PixelShuffle(2),
+            nn.Conv2d(4, 2, 1),
+        ),
+        {"0": 4, "2": 4},
+        IMAGES,
+        MORE_IMAGES,
     ),
     "patch expansion": (
-        lambda: Code(expanded, **blocks()), {"first": 4, "middle": 6}, IMAGES, MORE_IMAGES,
+        lambda: Code(expanded, **blocks()),
+        {"first": 4, "middle": 6},
+        IMAGES,
+        MORE_IMAGES,
     ),
     "patch expansion, blocks first": (
-        lambda: Code(expanded_before, **blocks()), {"first": 4, "middle": 6}, IMAGES, MORE_IMAGES,
+        lambda: Code(expanded_before, **blocks()),
+        {"first": 4, "middle": 6},
+        IMAGES,
+        MORE_IMAGES,
     ),
     "patch expansion, channels last": (
         lambda: Code(expanded_last, first=nn.Linear(6, 16), last=nn.Linear(4, 3)),
-        {"first": 4}, IMAGES, MORE_IMAGES,
+        {"first": 4},
+        IMAGES,
+        MORE_IMAGES,
     ),
     "grouped convolution of the input": (
         lambda: nn.Sequential(nn.Conv2d(4, 12, 3, groups=2), nn.ReLU(), nn.Conv2d(12, 2, 1)),
-        {"0": 6}, IMAGES, MORE_IMAGES,
+        {"0": 6},
+        IMAGES,
+        MORE_IMAGES,
     ),
     "several channels for each of the input": (
         lambda: nn.Sequential(nn.Conv2d(4, 12, 3, groups=4), nn.ReLU(), nn.Conv2d(12, 2, 1)),
-        {"0": 3}, IMAGES, MORE_IMAGES,
+        {"0": 3},
+        IMAGES,
+        MORE_IMAGES,
     ),
     "transposed grouped convolution of the input": (
         lambda: nn.Sequential(nn.ConvTranspose2d(4, 12, 3, groups=2), nn.Conv2d(12, 2, 1)),
-        {"0": 6}, IMAGES, MORE_IMAGES,
+        {"0": 6},
+        IMAGES,
+        MORE_IMAGES,
     ),
     "nn.Unflatten": (
-        lambda: nn.Sequential(nn.Linear(5, 8 * 16), nn.Unflatten(1, (8, 4, 4)), nn.ReLU(),
-                              nn.Conv2d(8, 3, 1)),
-        {"0": 8}, VECTORS, MORE_VECTORS,
+        lambda: nn.Sequential(
+            nn.Linear(5, 8 * 16), nn.Unflatten(1, (8, 4, 4)), nn.ReLU(), nn.Conv2d(8, 3, 1)
+        ),
+        {"0": 8},
+        VECTORS,
+        MORE_VECTORS,
     ),
     "nn.Unflatten, norm": (
-        lambda: nn.Sequential(nn.Linear(5, 8 * 16), nn.Unflatten(-1, (-1, 4, 4)),
-                              nn.BatchNorm2d(8), nn.ConvTranspose2d(8, 4, 2), nn.Conv2d(4, 3, 1)),
-        {"0": 8, "3": 4}, VECTORS, MORE_VECTORS,
+        lambda: nn.Sequential(
+            nn.Linear(5, 8 * 16),
+            nn.Unflatten(-1, (-1, 4, 4)),
+            nn.BatchNorm2d(8),
+            nn.ConvTranspose2d(8, 4, 2),
+            nn.Conv2d(4, 3, 1),
+        ),
+        {"0": 8, "3": 4},
+        VECTORS,
+        MORE_VECTORS,
     ),
     "view": (
         lambda: generator(lambda net, x: net.last(net.first(x).view(x.shape[0], 8, 4, 4).relu())),
-        {"first": 8}, VECTORS, MORE_VECTORS,
+        {"first": 8},
+        VECTORS,
+        MORE_VECTORS,
     ),
     "view, free batch": (
         lambda: generator(lambda net, x: net.last(net.first(x).view(-1, 8, 4, 4).relu())),
-        {"first": 8}, VECTORS, MORE_VECTORS,
+        {"first": 8},
+        VECTORS,
+        MORE_VECTORS,
     ),
     "unflatten": (
         lambda: generator(lambda net, x: net.last(net.first(x).unflatten(1, (8, 4, 4)).relu())),
-        {"first": 8}, VECTORS, MORE_VECTORS,
+        {"first": 8},
+        VECTORS,
+        MORE_VECTORS,
     ),
     "columns": (
         lambda: rows(lambda net, x: net.last(net.middle(net.first(x).reshape(x.shape[0], -1, 4)))),
-        {"first": 4, "middle": 6}, VECTORS, MORE_VECTORS,
+        {"first": 4, "middle": 6},
+        VECTORS,
+        MORE_VECTORS,
     ),
     "columns, summed": (
         lambda: rows(
             lambda net, x: net.last(net.middle(net.first(x).reshape(x.shape[0], -1, 4)).sum(1))
         ),
-        {"first": 4, "middle": 6}, VECTORS, MORE_VECTORS,
+        {"first": 4, "middle": 6},
+        VECTORS,
+        MORE_VECTORS,
     ),
-}  # fmt: skip
+}
 
 
 ORDER = [3, 1, 0, 2, 7, 5, 4, 6]
@@ -220,8 +271,17 @@ def test_rearranged_channels_are_prunable_and_cut_exactly(name: str) -> None:
     assert cut_error(net, graph, (x,), (more,)) < 1e-10
 
 
-@pytest.mark.parametrize("name", ["pixel shuffle", "patch expansion", "nn.Unflatten", "view",
-                                  "grouped convolution of the input", "columns"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pixel shuffle",
+        "patch expansion",
+        "nn.Unflatten",
+        "view",
+        "grouped convolution of the input",
+        "columns",
+    ],
+)
 def test_rearranged_channels_are_trained_exported_and_stored(name: str, tmp_path: Path) -> None:
     make, _, example, other = CASES[name]
     pruned(make, example, other, tmp_path)
@@ -254,9 +314,13 @@ def test_one_channel_for_each_of_the_input_is_frozen_with_the_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    "norm", [lambda: nn.LayerNorm((6, 8)), lambda: nn.RMSNorm((6, 8)),
-             lambda: nn.LayerNorm((6, 8), elementwise_affine=False)]
-)  # fmt: skip
+    "norm",
+    [
+        lambda: nn.LayerNorm((6, 8)),
+        lambda: nn.RMSNorm((6, 8)),
+        lambda: nn.LayerNorm((6, 8), elementwise_affine=False),
+    ],
+)
 def test_norms_over_places_and_channels_are_weighted(
     norm: Callable[[], nn.Module], tmp_path: Path
 ) -> None:

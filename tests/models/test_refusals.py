@@ -205,8 +205,10 @@ def test_an_lstm_keeps_more_hidden_units_than_projections(body: Any, width: int)
     net, x = Recurrent(body(), width).double().eval(), torch.randn(2, 4, 5).double()
     graph = pp.trace(net, x)
     assert {name: (g.size, g.minimum) for name, g in graph.prunable.items()} == {
-        "first": (6, 1), "body": (8, 5), "body#2": (4, 1),
-    }  # fmt: skip
+        "first": (6, 1),
+        "body": (8, 5),
+        "body#2": (4, 1),
+    }
     assert cut_error(net, graph, (x,), (torch.randn(3, 7, 5).double(),)) < 1e-10
 
 
@@ -229,8 +231,10 @@ def test_attention_whose_answer_holds_none_is_followed_in_rewritten_code(
     net, x = Attends().double().eval(), torch.randn(2, 4, 5).double()
     graph = pp.trace(net, x)
     assert {name: group.size for name, group in graph.prunable.items()} == {
-        "first": 16, "attend": 4, "attend.out_proj": 16,
-    }  # fmt: skip
+        "first": 16,
+        "attend": 4,
+        "attend.out_proj": 16,
+    }
     assert cut_error(net, graph, (x,), (torch.randn(3, 6, 5).double(),)) < 1e-10
 
 

@@ -142,8 +142,9 @@ def test_recurrent_layers_are_pruned(
     model, x = Steps(kind, **options).to(dtype), torch.randint(0, 50, (3, 5))
     pruner = pp.Pruner(model, x, macs=0.5, steps=60)
     assert {name: group.size for name, group in pruner.graph.prunable.items()} == {
-        "words": 16, "steps": 12,
-    }  # fmt: skip
+        "words": 16,
+        "steps": 12,
+    }
     small = trained(pruner, lambda: torch.randint(0, 50, (8, 5)))
     y = torch.randint(0, 50, (5, 9))
     close = 1e-12 if dtype == torch.float64 else 1e-5

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import Tensor, nn
 
 from ..channels.graph import FROZEN, Graph, Plan
-from ..surgery.write_recipe import write_recipe
+from ..surgery.write_recipe import write_sizes
 from ..tracing.watched_sizes import AttributeOf, Decision, Expression, Leaf, SizeOf
 
 Read = Callable[[Leaf], int]  # returns the number that a size or an attribute has after a cut
@@ -29,11 +29,11 @@ class WidthReader:
     def _reader(self, model: nn.Module, plan: Plan) -> Read:
         """Return a function that reads sizes and attributes as this plan leaves them."""
         alive = self.graph.settle(self.graph.alive(plan))
-        recipe = write_recipe(model, self.graph, plan)
+        attributes = write_sizes(model, self.graph, alive).attributes
 
         def read(leaf: Leaf) -> int:
             if isinstance(leaf, AttributeOf):
-                found = recipe.attributes.get(leaf.module, {}).get(leaf.name, leaf.number)
+                found = attributes.get(leaf.module, {}).get(leaf.name, leaf.number)
                 return found if isinstance(found, int) else leaf.number
             left = self.graph.shape(leaf.value, alive)
             return leaf.number if left is None else left[leaf.axis]

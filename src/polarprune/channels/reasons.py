@@ -10,6 +10,10 @@ from ..tracing.tape import Op
 
 OUTPUT = "part of the model's output"
 REGISTER = "register it with register_buffer so that it is cut together with the channels"
+POINTWISE = (
+    "only the channels that reach it are frozen: to prune a layer before it, put a pointwise layer "
+    "(a 1 x 1 convolution or a linear layer) between them"
+)
 CONSTANT_INDEX = "only a constant vector of integers (a list in the code, a buffer) can be followed"
 
 
@@ -40,7 +44,7 @@ def mixes(op: Op) -> str:
     The table of `print(graph)` says for how many channels norms=True is a remedy. It depends on the
     rest of the model, so it is not part of the reason.
     """
-    return because(op, f"{op.name} mixes channels")
+    return because(op, f"{op.name} mixes channels", remedy=POINTWISE)
 
 
 def unlabelled(op: Op, tensor: str) -> str:

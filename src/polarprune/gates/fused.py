@@ -6,11 +6,11 @@ runs before the network's forward:
 
 - In a small network it computes all gated weights at once. One vector of all gate values is
   indexed along the elements of all weights (`Layout`), and the layers take the finished weights.
-- In a large network (`LIMIT`) the index would need too much memory. There it computes only the
-  gates at once, and each layer multiplies its own weight.
+- In a large network (`LIMIT`) the index would need too much memory, and on a CPU more time than it
+  saves. There it computes only the gates at once, and each layer multiplies its own weight.
 
 The values are the same as those that each layer computes by itself. Each layer does that where
-fusing is impossible or does not pay: in compiled code and on the CPU.
+fusing is impossible: in compiled code, for example.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class FusedGates:
         self.readers = [[number[id(gate)] for gate in part.gates] for part in self.parts]
         for slot, part in enumerate(self.parts):
             part.fused, part.slot = self, slot
-        self.large = sum(site.original.numel() for site in sites) > LIMIT
+        count = sum(site.original.numel() for site in sites)
+        self.large = count > LIMIT or sites[0].original.device.type not in SLOW_TO_LAUNCH
         self._layout: Layout | None = None
         self._clear()
 
@@ -143,8 +144,7 @@ def _can_fuse(weights: list[Tensor]) -> bool:
     """Return whether all are dense tensors of one device and type, and no transform is active."""
     first = weights[0]
     return (
-        first.device.type in SLOW_TO_LAUNCH
-        and not torch._C._get_tracing_state()
+        not torch._C._get_tracing_state()
         and not torch._C._are_functorch_transforms_active()
         and all(
             type(weight) in (Tensor, nn.Parameter)

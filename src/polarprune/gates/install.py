@@ -27,6 +27,7 @@ from ..tracing.model_state import Example, named_tensors
 from .folding import plain
 from .fused import fuse_gates
 from .gate import ALPHA_START, Gate, GatedWeight, GateVector
+from .gated_inputs import gate_small_inputs
 
 # A module and the name of a parameter or buffer in it.
 _Owner = tuple[nn.Module, str]
@@ -146,6 +147,10 @@ def insert_gates(model: nn.Module, graph: Graph, gates: dict[str, Gate], alive: 
     fusible = [name for name in sites if name not in made and len(owners[name]) == 1]
     fusible = [name for name in fusible if counts[name] == len(graph.sites[name]) == 1]
     fuse_gates(model, [_parametrizations(*owners[name][0]) for name in fusible])
+    for name in fusible:
+        owner, leaf = owners[name][0]
+        if leaf == "weight":
+            gate_small_inputs(owner, _parametrizations(owner, leaf))
     open_encoders(model)
     _detach_after_forward({owner for name in sites for owner, _ in owners[name]})
 

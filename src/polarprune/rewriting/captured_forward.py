@@ -6,6 +6,7 @@ graphs, `stored_graphs` turns it into plain data, and `installed_forward` makes 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -57,6 +58,11 @@ class CapturedForward:
     form: str | None
     fixed: dict[str, object]
     graphs: dict[str, fx.Graph]
+
+    def copy(self) -> CapturedForward:
+        """Return a copy whose graphs can be edited."""
+        graphs = {mode: copy.deepcopy(graph) for mode, graph in self.graphs.items()}
+        return CapturedForward(self.form, dict(self.fixed), graphs)
 
     @property
     def positional_count(self) -> int | None:

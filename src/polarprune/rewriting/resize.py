@@ -20,7 +20,7 @@ from .call_matching import graph_arguments
 from .captured_forward import CapturedForward
 from .node_shapes import NodeShapes
 from .resize_calls import resize_call
-from .stored_graphs import decode, encode
+from .stored_graphs import encode
 from .width_arithmetic import find_width_nodes, keep_scales
 
 
@@ -58,7 +58,7 @@ def resized(path: str, graph: Graph, alive: Tensor) -> dict[str, Any] | None:
     Returns:
         The graphs, or None if the plan changes nothing in this module.
     """
-    captured = decode(encode(graph.rewritten[path]))  # a copy
+    captured = graph.rewritten[path].copy()
     changed = _is_cut(path, graph, alive)
     for mode, tape in zip(("eval", "train"), graph.tapes, strict=False):
         code = captured.graphs[mode]

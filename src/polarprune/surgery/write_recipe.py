@@ -23,6 +23,14 @@ def write_recipe(model: nn.Module, graph: Graph, plan: Plan) -> Recipe:
     """Return the recipe that leaves only the planned channels in `model`."""
     check_shapes(model, graph.shapes, "The graph belongs to another model; trace this one.")
     alive = graph.settle(graph.alive(plan))
+    recipe = write_sizes(model, graph, alive)
+    _add_rewritten_forwards(graph, alive, recipe)
+    _remove_closed_branches(dict(model.named_modules(remove_duplicate=False)), graph, recipe)
+    return recipe
+
+
+def write_sizes(model: nn.Module, graph: Graph, alive: Tensor) -> Recipe:
+    """Return a recipe with the slices and the attributes of modules, but without their code."""
     modules = dict(model.named_modules(remove_duplicate=False))
     recipe = Recipe(computed=list(graph.computed))
     _add_slices(model, graph, alive, recipe)
@@ -34,8 +42,6 @@ def write_recipe(model: nn.Module, graph: Graph, plan: Plan) -> Recipe:
         recipe.attributes.setdefault(path, {}).update(sizes)
     for path, module in modules.items():
         _describe_by_activations(path, module, graph, alive, recipe)
-    _add_rewritten_forwards(graph, alive, recipe)
-    _remove_closed_branches(modules, graph, recipe)
     return recipe
 
 

@@ -96,9 +96,20 @@ def _in_processes(seeds: range, given: argparse.Namespace) -> list[Outcome]:
 
 
 def _worker(seeds: list[int], given: argparse.Namespace) -> Any:
-    command = [sys.executable, "-W", "ignore", "-m", __package__ or "fuzz", "--worker",
-               "--seed", str(seeds[0]), "--networks", str(len(seeds)),
-               "--most", str(given.most)]  # fmt: skip
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        __package__ or "fuzz",
+        "--worker",
+        "--seed",
+        str(seeds[0]),
+        "--networks",
+        str(len(seeds)),
+        "--most",
+        str(given.most),
+    ]
     command += ["--all-kinds"] if given.all_kinds else []
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 

@@ -74,9 +74,12 @@ def hand_written_attention(w: Writer, x: Value, p: Choices) -> Value:
         act = "torch.sigmoid({})" if form == "sigmoid" else "{}.softmax(-1)"
         w.run(f"{y} = " + act.format(f"({q} @ {k}.transpose(-2, -1) * {scale})") + f" @ {v}")
     out = w.module(f"nn.Linear({heads * each}, {x.channels})")
-    merged = p.pick("merge", f"{y}.transpose(1, 2).flatten(2)",
-                    f"{y}.transpose(1, 2).reshape({y}.shape[0], {y}.shape[2], {heads * each})",
-                    f"{y}.transpose(1, 2).reshape({y}.shape[0], {y}.shape[2], -1)")  # fmt: skip
+    merged = p.pick(
+        "merge",
+        f"{y}.transpose(1, 2).flatten(2)",
+        f"{y}.transpose(1, 2).reshape({y}.shape[0], {y}.shape[2], {heads * each})",
+        f"{y}.transpose(1, 2).reshape({y}.shape[0], {y}.shape[2], -1)",
+    )
     return w.like(x, p.pick("skip", "", f"{x.name} + ") + f"{out}({merged})")
 
 
@@ -96,8 +99,10 @@ def fused_projections(w: Writer, x: Value, p: Choices) -> Value:
         w.run(f"{q}, {k}, {v} = {made}.permute(2, 0, 3, 1, 4).unbind(0)")
     z = w.name()
     if form == "einsum":
-        w.run(f'{z} = torch.einsum("bhqd,bhkd->bhqk", {q}, {k}).softmax(-1)',
-              f'{z} = torch.einsum("bhqk,bhkd->bqhd", {z}, {v}).flatten(2)')  # fmt: skip
+        w.run(
+            f'{z} = torch.einsum("bhqd,bhkd->bhqk", {q}, {k}).softmax(-1)',
+            f'{z} = torch.einsum("bhqk,bhkd->bqhd", {z}, {v}).flatten(2)',
+        )
     else:
         w.run(f"{z} = F.scaled_dot_product_attention({q}, {k}, {v}).transpose(1, 2).flatten(2)")
     return w.like(x, f"{x.name} + {w.module(f'nn.Linear({heads * each}, {x.channels})')}({z})")

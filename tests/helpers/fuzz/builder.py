@@ -36,9 +36,11 @@ def lively(model: nn.Module) -> nn.Module:
             module, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
         ):
             for key, low, high in (
-                ("weight", 0.5, 1.5), ("bias", -0.5, 0.5),
-                ("running_mean", -0.5, 0.5), ("running_var", 0.5, 1.5),
-            ):  # fmt: skip
+                ("weight", 0.5, 1.5),
+                ("bias", -0.5, 0.5),
+                ("running_mean", -0.5, 0.5),
+                ("running_var", 0.5, 1.5),
+            ):
                 if getattr(module, key, None) is not None:
                     nn.init.uniform_(getattr(module, key), low, high)
         elif isinstance(getattr(module, "bias", None), nn.Parameter):

@@ -262,8 +262,14 @@ def _compare(
 ) -> None:
     """At the example's size, at other batch sizes and picture sizes, and in train mode."""
     dtype = next(p.dtype for p in reference.parameters() if p.is_floating_point())
-    sizes = [(0, 0, False), (program.batch + 1, 0, False), (0, 4, False), (1, 0, False),
-             (0, 2, False), (0, 0, True)]  # fmt: skip
+    sizes = [
+        (0, 0, False),
+        (program.batch + 1, 0, False),
+        (0, 4, False),
+        (1, 0, False),
+        (0, 2, False),
+        (0, 0, True),
+    ]
     for batch, larger, training in sizes:
         given = inputs(program, 17 + batch + larger, batch, larger)
         given = tuple(x.to(dtype) if x.is_floating_point() else x for x in given)

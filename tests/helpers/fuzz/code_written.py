@@ -13,10 +13,14 @@ def _lead(x: Value) -> str:
 def branch_on_width(w: Writer, x: Value, p: Choices) -> Value:
     n, d = x.name, x.axis
     other = 1 if x.layout == "seq" else len(x.shape)
-    question = p.pick("question", f"{n}.shape[{d}] > {max(1, x.channels // 2)}",
-                      f"{n}.shape[{d}] >= {n}.shape[{other}]",
-                      f"{n}.size({d}) % 2 == 0", f"{n}.shape[{d}] == {x.channels}",
-                      f"{n}.shape[{d}] < {x.channels}")  # fmt: skip
+    question = p.pick(
+        "question",
+        f"{n}.shape[{d}] > {max(1, x.channels // 2)}",
+        f"{n}.shape[{d}] >= {n}.shape[{other}]",
+        f"{n}.size({d}) % 2 == 0",
+        f"{n}.shape[{d}] == {x.channels}",
+        f"{n}.shape[{d}] < {x.channels}",
+    )
     return w.like(x, f"F.relu({n}) if {question} else torch.tanh({n})")
 
 
@@ -25,8 +29,13 @@ def branch_on_size(w: Writer, x: Value, p: Choices) -> Value:
     n = x.name
     question = f"{n}.shape[0] > 3"
     if x.layout == "image":
-        question = p.pick("question", question, f"{n}.shape[2] > {x.shape[1]}",
-                          f"{n}.shape[2] == {n}.shape[3]", f"{n}.shape[-1] % 4 == 0")  # fmt: skip
+        question = p.pick(
+            "question",
+            question,
+            f"{n}.shape[2] > {x.shape[1]}",
+            f"{n}.shape[2] == {n}.shape[3]",
+            f"{n}.shape[-1] % 4 == 0",
+        )
     return w.like(x, f"F.relu({n}) if {question} else torch.tanh({n})")
 
 
@@ -52,10 +61,15 @@ def loop_over_width(w: Writer, x: Value, p: Choices) -> Value:
 @kind("any", weight=1.5)
 def read_fixed_channel(w: Writer, x: Value, p: Choices) -> Value:
     n, d, k = x.name, x.axis, p.pick("k", *range(x.channels))
-    kept = p.pick("how", f"{n}[{_lead(x)}{k}:{k + 1}]", f"{n}[{_lead(x)}{k}].unsqueeze({d})",
-                  f"{n}.select({d}, {k}).unsqueeze({d})", f"{n}.narrow({d}, {k}, 1)",
-                  f"{n}.transpose(0, {d})[{k}].unsqueeze(0).transpose(0, {d})",
-                  f"{n}.unbind({d})[{k}].unsqueeze({d})")  # fmt: skip
+    kept = p.pick(
+        "how",
+        f"{n}[{_lead(x)}{k}:{k + 1}]",
+        f"{n}[{_lead(x)}{k}].unsqueeze({d})",
+        f"{n}.select({d}, {k}).unsqueeze({d})",
+        f"{n}.narrow({d}, {k}, 1)",
+        f"{n}.transpose(0, {d})[{k}].unsqueeze(0).transpose(0, {d})",
+        f"{n}.unbind({d})[{k}].unsqueeze({d})",
+    )
     return w.like(x, p.pick("use", f"{n} * torch.sigmoid({kept})", f"{n} + {kept}"))
 
 
@@ -63,10 +77,19 @@ def read_fixed_channel(w: Writer, x: Value, p: Choices) -> Value:
 def write_fixed_channel(w: Writer, x: Value, p: Choices) -> Value:
     y = w.like(x, f"{x.name}.clone()")
     n, d, lead, k = y.name, x.axis, _lead(x), p.pick("k", *range(x.channels))
-    w.run(p.pick("how", f"{n}[{lead}{k}] = 0.5", f"{n}[{lead}{k}] += 1.0", f"{n}[{lead}:2] = 0.5",
-                 f"{n}[{lead}{k}:] *= 2.0", f"{n}.select({d}, {k}).fill_(0.5)",
-                 f"{n}[{lead}{k}:{k + 1}] = {n}[{lead}:1]", f"{n}.narrow({d}, 0, 1).zero_()",
-                 f"{n}[{lead}-1] = {n}[{lead}0]"))  # fmt: skip
+    w.run(
+        p.pick(
+            "how",
+            f"{n}[{lead}{k}] = 0.5",
+            f"{n}[{lead}{k}] += 1.0",
+            f"{n}[{lead}:2] = 0.5",
+            f"{n}[{lead}{k}:] *= 2.0",
+            f"{n}.select({d}, {k}).fill_(0.5)",
+            f"{n}[{lead}{k}:{k + 1}] = {n}[{lead}:1]",
+            f"{n}.narrow({d}, 0, 1).zero_()",
+            f"{n}[{lead}-1] = {n}[{lead}0]",
+        )
+    )
     return y
 
 
@@ -83,9 +106,20 @@ def write_fixed_element(w: Writer, x: Value, p: Choices) -> Value:
 @kind("any", weight=0.5)
 def scalar_with_dimension(w: Writer, x: Value, p: Choices) -> Value:
     """Dimensions of tensors that have none."""
-    how = p.pick("how", "softmax(0)", "sum(0)", "sum(-1)", "cumsum(0, 0)", "max(0).values",
-                 "logsumexp(0)", "sort(0).values", "prod(0)", "median(0).values",
-                 "mean(dim=-1)", "flatten()[0]")  # fmt: skip
+    how = p.pick(
+        "how",
+        "softmax(0)",
+        "sum(0)",
+        "sum(-1)",
+        "cumsum(0, 0)",
+        "max(0).values",
+        "logsumexp(0)",
+        "sort(0).values",
+        "prod(0)",
+        "median(0).values",
+        "mean(dim=-1)",
+        "flatten()[0]",
+    )
     if how == "cumsum(0, 0)":
         how = "cumsum(0)"
     return w.like(x, f"{x.name} + {x.name}.mean().{how}")
@@ -94,8 +128,12 @@ def scalar_with_dimension(w: Writer, x: Value, p: Choices) -> Value:
 @kind("any", weight=1)
 def noise(w: Writer, x: Value, p: Choices) -> Value:
     n = x.name
-    drawn = p.pick("drawn", f"torch.randn_like({n})", f"torch.rand({n}.shape, dtype={n}.dtype)",
-                   f"torch.empty_like({n}).normal_()")  # fmt: skip
+    drawn = p.pick(
+        "drawn",
+        f"torch.randn_like({n})",
+        f"torch.rand({n}.shape, dtype={n}.dtype)",
+        f"torch.empty_like({n}).normal_()",
+    )
     if p.pick("when", "training", "always") == "training":
         return w.like(x, f"{n} + 0.1 * {drawn} if self.training else {n}")
     return w.like(x, f"{n} + 0.1 * {drawn}")
@@ -131,8 +169,7 @@ def cache(w: Writer, x: Value, p: Choices) -> Value:
     form = p.pick("form", "table", "last", "width table", "list")
     if form == "list":
         held = w.hold("[]")
-        w.run("if not self.training:", f"    {held}.append({n}.detach())",
-              f"    del {held}[:-2]")  # fmt: skip
+        w.run("if not self.training:", f"    {held}.append({n}.detach())", f"    del {held}[:-2]")
         return w.like(x, f"{n} * 1.0")
     held = w.hold("{}")
     if form == "last":
@@ -145,8 +182,14 @@ def cache(w: Writer, x: Value, p: Choices) -> Value:
         made = f"torch.linspace(0, 1, {key}, dtype={n}.dtype).view({', '.join(ones)})"
     else:
         made = f"torch.linspace(0, 1, {shape}, dtype={n}.dtype)"
-    w.run("if self.training:", f"    grid = {made}", "else:", f"    if {key} not in {held}:",
-          f"        {held}[{key}] = {made}", f"    grid = {held}[{key}]")  # fmt: skip
+    w.run(
+        "if self.training:",
+        f"    grid = {made}",
+        "else:",
+        f"    if {key} not in {held}:",
+        f"        {held}[{key}] = {made}",
+        f"    grid = {held}[{key}]",
+    )
     return w.like(x, f"{n} + grid")
 
 

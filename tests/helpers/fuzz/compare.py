@@ -19,9 +19,13 @@ from polarprune.channels.graph import Graph, Plan
 
 _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout}
 _DRAWS = {
-    torch.rand, torch.randn, torch.rand_like, torch.randn_like,
-    torch.Tensor.normal_, torch.Tensor.uniform_,
-}  # fmt: skip
+    torch.rand,
+    torch.randn,
+    torch.rand_like,
+    torch.randn_like,
+    torch.Tensor.normal_,
+    torch.Tensor.uniform_,
+}
 
 
 class Quiet(TorchFunctionMode):

@@ -27,8 +27,13 @@ _INPUTS: list[list[tuple[str, Shape]]] = [
     [("line", (3, 12))],
 ]
 # Most inputs go into a layer first: what is done to them before concerns no channels.
-_FIRST = {"image": "conv", "line": "conv1d", "seq": "linear_of_tokens", "vec": "linear",
-          "ints": "embedded"}  # fmt: skip
+_FIRST = {
+    "image": "conv",
+    "line": "conv1d",
+    "seq": "linear_of_tokens",
+    "vec": "linear",
+    "ints": "embedded",
+}
 
 
 def generate(

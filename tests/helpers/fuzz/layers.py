@@ -199,8 +199,16 @@ def activation_module(w: Writer, x: Value, p: Choices) -> Value:
 @kind("any")
 def activation_in_place(w: Writer, x: Value, p: Choices) -> Value:
     y = w.like(x, f"{x.name} * 1.1")
-    w.run(p.pick("how", f"F.relu_({y.name})", f"{y.name}.clamp_(-1, 1)", f"{y.name}.tanh_()",
-                 f"{y.name} += 0.3", f"{y.name} *= {y.name}.detach().sigmoid()"))  # fmt: skip
+    w.run(
+        p.pick(
+            "how",
+            f"F.relu_({y.name})",
+            f"{y.name}.clamp_(-1, 1)",
+            f"{y.name}.tanh_()",
+            f"{y.name} += 0.3",
+            f"{y.name} *= {y.name}.detach().sigmoid()",
+        )
+    )
     return y
 
 

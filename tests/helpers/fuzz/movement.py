@@ -15,9 +15,18 @@ def _same(x: Value, y: Value) -> None:
 def add(w: Writer, x: Value, y: Value, p: Choices) -> Value:
     _same(x, y)
     a, b = x.name, y.name
-    return w.like(x, p.pick("how", f"{a} + {b}", f"{a} - 0.5 * {b}", f"torch.add({a}, {b})",
-                            f"{a} * torch.sigmoid({b})", f"torch.maximum({a}, {b})",
-                            f"torch.lerp({a}, {b}, 0.3)"))  # fmt: skip
+    return w.like(
+        x,
+        p.pick(
+            "how",
+            f"{a} + {b}",
+            f"{a} - 0.5 * {b}",
+            f"torch.add({a}, {b})",
+            f"{a} * torch.sigmoid({b})",
+            f"torch.maximum({a}, {b})",
+            f"torch.lerp({a}, {b}, 0.3)",
+        ),
+    )
 
 
 @kind("image", "vec")
@@ -96,15 +105,18 @@ def reorder(w: Writer, x: Value, p: Choices) -> Value:
     d, c = x.axis, x.channels
     order = w.buffer(f"torch.arange({c}).flip(0)")
     lead = ":, " * d
-    return w.like(x, p.pick(
-        "how",
-        f"{x.name}.flip({d})",
-        f"{x.name}.roll(1, {d})",
-        f"{x.name}[{lead}{order}]",
-        f"{x.name}.index_select({d}, {order})",
-        f"{x.name}[{lead}[{', '.join(str((k * 3 + 1) % c) for k in range(c))}]]",
-        f"{x.name}[{lead}torch.arange({c} - 1, -1, -1)]",
-    ))  # fmt: skip
+    return w.like(
+        x,
+        p.pick(
+            "how",
+            f"{x.name}.flip({d})",
+            f"{x.name}.roll(1, {d})",
+            f"{x.name}[{lead}{order}]",
+            f"{x.name}.index_select({d}, {order})",
+            f"{x.name}[{lead}[{', '.join(str((k * 3 + 1) % c) for k in range(c))}]]",
+            f"{x.name}[{lead}torch.arange({c} - 1, -1, -1)]",
+        ),
+    )
 
 
 @kind("image")
@@ -150,8 +162,9 @@ def pad(w: Writer, x: Value, p: Choices) -> Value:
 def repeat(w: Writer, x: Value, p: Choices) -> Value:
     d, ones = x.axis, ["1"] * (len(x.shape) + 1)
     ones[d] = "2"
-    how = p.pick("how", f"{x.name}.repeat({', '.join(ones)})",
-                 f"{x.name}.repeat_interleave(2, {d})")  # fmt: skip
+    how = p.pick(
+        "how", f"{x.name}.repeat({', '.join(ones)})", f"{x.name}.repeat_interleave(2, {d})"
+    )
     return w.like(x, how, x.channels * 2)
 
 
@@ -159,11 +172,18 @@ def repeat(w: Writer, x: Value, p: Choices) -> Value:
 def reduce_channels(w: Writer, x: Value, p: Choices) -> Value:
     """Something that mixes all channels, given back to each."""
     d = x.axis
-    how = p.pick("how", "{x} - {x}.mean({d}, keepdim=True)", "{x} * {x}.amax({d}, keepdim=True)",
-                 "{x}.softmax({d})", "F.normalize({x}, dim={d})", "{x}.cumsum({d})",
-                 "{x}.sort({d}).values", "{x} / {x}.shape[{d}]",
-                 "{x}.sum({d}, keepdim=True) / {x}.shape[{d}] + {x}",
-                 "{x} + {x}.argmax({d}, keepdim=True)")  # fmt: skip
+    how = p.pick(
+        "how",
+        "{x} - {x}.mean({d}, keepdim=True)",
+        "{x} * {x}.amax({d}, keepdim=True)",
+        "{x}.softmax({d})",
+        "F.normalize({x}, dim={d})",
+        "{x}.cumsum({d})",
+        "{x}.sort({d}).values",
+        "{x} / {x}.shape[{d}]",
+        "{x}.sum({d}, keepdim=True) / {x}.shape[{d}] + {x}",
+        "{x} + {x}.argmax({d}, keepdim=True)",
+    )
     return w.like(x, how.format(x=x.name, d=d))
 
 
@@ -171,8 +191,12 @@ def reduce_channels(w: Writer, x: Value, p: Choices) -> Value:
 def einsum(w: Writer, x: Value, p: Choices) -> Value:
     out = p.width()
     weight = w.parameter(f"torch.randn({x.channels}, {out}) * 0.3")
-    form = {"image": "bchw,cd->bdhw", "line": "bct,cd->bdt", "seq": "btc,cd->btd",
-            "vec": "bc,cd->bd"}[x.layout]  # fmt: skip
+    form = {
+        "image": "bchw,cd->bdhw",
+        "line": "bct,cd->bdt",
+        "seq": "btc,cd->btd",
+        "vec": "bc,cd->bd",
+    }[x.layout]
     return w.like(x, f'torch.einsum("{form}", {x.name}, {weight})', out)
 
 
@@ -193,11 +217,19 @@ def matrix_product(w: Writer, x: Value, p: Choices) -> Value:
 @kind("image", weight=2)
 def to_vector(w: Writer, x: Value, p: Choices) -> Value:
     c, h, v = x.shape
-    how = p.pick("how", "{x}.mean((2, 3))", "{x}.amax((2, 3))", "flat", "{x}.flatten(1)",
-                 "F.adaptive_avg_pool2d({x}, 1).squeeze()", "{x}.sum(-1).sum(-1)",
-                 "F.adaptive_avg_pool2d({x}, 1)[:, :, 0, 0]",
-                 "F.adaptive_max_pool2d({x}, 1).squeeze(-1).squeeze(-1)",
-                 "{x}.reshape({x}.shape[0], -1)", "{x}.view({x}.size(0), {f})")  # fmt: skip
+    how = p.pick(
+        "how",
+        "{x}.mean((2, 3))",
+        "{x}.amax((2, 3))",
+        "flat",
+        "{x}.flatten(1)",
+        "F.adaptive_avg_pool2d({x}, 1).squeeze()",
+        "{x}.sum(-1).sum(-1)",
+        "F.adaptive_avg_pool2d({x}, 1)[:, :, 0, 0]",
+        "F.adaptive_max_pool2d({x}, 1).squeeze(-1).squeeze(-1)",
+        "{x}.reshape({x}.shape[0], -1)",
+        "{x}.view({x}.size(0), {f})",
+    )
     if how == "flat":
         layer = w.module("nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten())")
         return w.put("vec", (c * 4,), f"{layer}({x.name})")
@@ -211,12 +243,17 @@ def to_tokens(w: Writer, x: Value, p: Choices) -> Value:
     if h * v > 36:
         raise Impossible("long")
     n = x.name
-    return w.put("seq", (h * v, c), p.pick(
-        "how", f"{n}.flatten(2).transpose(1, 2)",
-        f"{n}.permute(0, 2, 3, 1).reshape({n}.shape[0], -1, {c})",
-        f"{n}.permute(0, 2, 3, 1).flatten(1, 2)",
-        f"{n}.view({n}.shape[0], {n}.shape[1], -1).mT",
-    ))  # fmt: skip
+    return w.put(
+        "seq",
+        (h * v, c),
+        p.pick(
+            "how",
+            f"{n}.flatten(2).transpose(1, 2)",
+            f"{n}.permute(0, 2, 3, 1).reshape({n}.shape[0], -1, {c})",
+            f"{n}.permute(0, 2, 3, 1).flatten(1, 2)",
+            f"{n}.view({n}.shape[0], {n}.shape[1], -1).mT",
+        ),
+    )
 
 
 @kind("image")
@@ -247,8 +284,15 @@ def tokens_to_line(w: Writer, x: Value, p: Choices) -> Value:
 def tokens_to_vector(w: Writer, x: Value, p: Choices) -> Value:
     t, c = x.shape
     n = x.name
-    how = p.pick("how", f"{n}.mean(1)", f"{n}[:, 0]", f"{n}[:, -1]", f"{n}.flatten(1)",
-                 f"{n}.max(1).values", f"{n}.select(1, 0)")  # fmt: skip
+    how = p.pick(
+        "how",
+        f"{n}.mean(1)",
+        f"{n}[:, 0]",
+        f"{n}[:, -1]",
+        f"{n}.flatten(1)",
+        f"{n}.max(1).values",
+        f"{n}.select(1, 0)",
+    )
     return w.put("vec", (t * c if "flatten" in how else c,), how)
 
 
@@ -257,12 +301,17 @@ def tokens_to_image(w: Writer, x: Value, p: Choices) -> Value:
     t, c = x.shape
     h = p.pick("rows", *_divisors(t, 1))
     n = x.name
-    return w.put("image", (c, h, t // h), p.pick(
-        "how", f"{n}.transpose(1, 2).unflatten(2, ({h}, {t // h}))",
-        f"{n}.transpose(1, 2).reshape({n}.shape[0], {n}.shape[2], {h}, -1)",
-        f"{n}.transpose(1, 2).reshape(-1, {c}, {h}, {t // h})",
-        f"{n}.unflatten(1, ({h}, -1)).permute(0, 3, 1, 2)",
-    ))  # fmt: skip
+    return w.put(
+        "image",
+        (c, h, t // h),
+        p.pick(
+            "how",
+            f"{n}.transpose(1, 2).unflatten(2, ({h}, {t // h}))",
+            f"{n}.transpose(1, 2).reshape({n}.shape[0], {n}.shape[2], {h}, -1)",
+            f"{n}.transpose(1, 2).reshape(-1, {c}, {h}, {t // h})",
+            f"{n}.unflatten(1, ({h}, -1)).permute(0, 3, 1, 2)",
+        ),
+    )
 
 
 @kind("seq", weight=0.5)
@@ -281,9 +330,14 @@ def vector_to_image(w: Writer, x: Value, p: Choices) -> Value:
     c = x.channels
     if c % 4:
         raise Impossible("odd")
-    how = p.pick("how", "{x}.view(-1, {n}, 2, 2)", "{x}.unflatten(1, ({n}, 2, 2))", "{m}({x})",
-                 "{x}.reshape({x}.shape[0], -1, 2, 2)",
-                 "{x}.unflatten(1, ({x}.shape[1] // 4, 2, 2))")  # fmt: skip
+    how = p.pick(
+        "how",
+        "{x}.view(-1, {n}, 2, 2)",
+        "{x}.unflatten(1, ({n}, 2, 2))",
+        "{m}({x})",
+        "{x}.reshape({x}.shape[0], -1, 2, 2)",
+        "{x}.unflatten(1, ({x}.shape[1] // 4, 2, 2))",
+    )
     layer = w.module(f"nn.Unflatten(1, ({c // 4}, 2, 2))") if "{m}" in how else ""
     return w.put("image", (c // 4, 2, 2), how.format(x=x.name, n=c // 4, m=layer))
 
@@ -292,8 +346,13 @@ def vector_to_image(w: Writer, x: Value, p: Choices) -> Value:
 def vector_to_tokens(w: Writer, x: Value, p: Choices) -> Value:
     c = x.channels
     n = p.pick("n", *_divisors(c))
-    how = p.pick("how", "{x}.reshape({x}.shape[0], -1, {n})", "{x}.unflatten(1, ({t}, {n}))",
-                 "{x}.unflatten(1, (-1, {n}))", "{x}.view(-1, {t}, {n})")  # fmt: skip
+    how = p.pick(
+        "how",
+        "{x}.reshape({x}.shape[0], -1, {n})",
+        "{x}.unflatten(1, ({t}, {n}))",
+        "{x}.unflatten(1, (-1, {n}))",
+        "{x}.view(-1, {t}, {n})",
+    )
     return w.put("seq", (c // n, n), how.format(x=x.name, n=n, t=c // n))
 
 

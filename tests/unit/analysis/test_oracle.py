@@ -97,8 +97,9 @@ def grouped_queries() -> nn.Module:
         y = F.scaled_dot_product_attention(q, k, v)
         return net.out(y.transpose(1, 2).flatten(2))
 
-    return tokens(attend, q=nn.Linear(6, 8), k=nn.Linear(6, 4), v=nn.Linear(6, 4),
-                  out=nn.Linear(8, 6))  # fmt: skip
+    return tokens(
+        attend, q=nn.Linear(6, 8), k=nn.Linear(6, 4), v=nn.Linear(6, 4), out=nn.Linear(8, 6)
+    )
 
 
 @pattern(3, 4, 5)
@@ -213,16 +214,20 @@ def test_what_is_prunable_can_be_removed(name: str) -> None:
         pytest.skip("a grouped convolution has no slice for each channel that it reads")
     for group in graph.prunable.values():
         for index in {0, group.size - 1} if group.size > max(1, group.minimum) else set[int]():
-            gone = [c for c in oracle.components()
-                    if any(unit(graph, one) == group.offset + index for one in c)]  # fmt: skip
+            gone = [
+                c
+                for c in oracle.components()
+                if any(unit(graph, one) == group.offset + index for one in c)
+            ]
             if not gone:
                 continue  # runs in train mode only
             columns = {one for c in gone for one in c if one in read}
             assert columns, f"{group.name}: nothing reads it"
             kept = [k for k in range(group.size) if k != index]
             small = pp.shrink(model, graph, {group.name: kept})
-            for a, b in zip(output(silenced(model, columns), inputs), output(small, inputs),
-                            strict=True):  # fmt: skip
+            for a, b in zip(
+                output(silenced(model, columns), inputs), output(small, inputs), strict=True
+            ):
                 torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
@@ -232,5 +237,10 @@ def test_the_oracle_sees_what_is_not_there_to_be_read() -> None:
     model = Net(lambda net, x: net.c((net.a(x) + net.b(x).flip(1)).tanh()), a=a, b=b, c=c)
     oracle = Oracle(model.double(), (torch.randn(8, 2, dtype=torch.float64),))
     found = next(part for part in oracle.components() if ("a.weight", 0, 0) in part)
-    assert found == {("a.weight", 0, 0), ("a.bias", 0, 0), ("b.weight", 0, 2), ("b.bias", 0, 2),
-                     ("c.weight", 1, 0)}  # fmt: skip
+    assert found == {
+        ("a.weight", 0, 0),
+        ("a.bias", 0, 0),
+        ("b.weight", 0, 2),
+        ("b.bias", 0, 2),
+        ("c.weight", 1, 0),
+    }

@@ -52,8 +52,8 @@ REASONS = {
         "meets a tensor that is not a parameter and has no channels",
         ": mul with the result of shape (8, 1, 1) of ",
     ),
-    "softmax": ("_softmax mixes channels", ""),
-    "centred": ("mean mixes channels", ""),
+    "softmax": ("_softmax mixes channels", "; only the channels that reach it are frozen: "),
+    "centred": ("mean mixes channels", "; only the channels that reach it are frozen: "),
     "picked": ("channels are picked by index", ": index; only a constant vector of integers"),
     "strided": (
         "as_strided reads memory with other strides",
@@ -77,6 +77,17 @@ def test_a_reason_names_the_fact_the_line_the_tensor_and_the_remedy(method: str)
     fact, rest = REASONS[method]
     line = getattr(Middle, method).__code__.co_firstlineno + (2 if method == "drawn" else 1)
     assert reason.startswith(f"{fact} in 1 (test_reasons.py:{line}){rest}")
+
+
+@pytest.mark.parametrize("method", ["softmax", "centred"])
+def test_a_pointwise_layer_before_a_mixing_operation_frees_the_layer_before(method: str) -> None:
+    class Chosen(Middle):
+        forward = getattr(Middle, method)
+
+    first, pointwise, last = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 4, 3)
+    graph = pp.trace(nn.Sequential(first, pointwise, Chosen(), last), torch.randn(2, 3, 8, 8))
+    assert graph.prunable.keys() == {"0"}
+    assert "a 1 x 1 convolution" in graph.groups["1"].reason
 
 
 class Beside(nn.Module):

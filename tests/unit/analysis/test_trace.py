@@ -53,9 +53,17 @@ def fraction(table_cell: str) -> float:
 
 @pytest.mark.parametrize(
     "name",
-    ["conv_bn_relu", "dropout", "instance_norm_stats", "residual_pad_lambda", "unet_interpolate",
-     "auxiliary_head", "keyword_inputs", "c2f_split"],
-)  # fmt: skip
+    [
+        "conv_bn_relu",
+        "dropout",
+        "instance_norm_stats",
+        "residual_pad_lambda",
+        "unet_interpolate",
+        "auxiliary_head",
+        "keyword_inputs",
+        "c2f_split",
+    ],
+)
 def test_trace_changes_nothing(name: str) -> None:
     model, inputs = NETS[name]()
     for module in list(model.modules())[::3]:
@@ -262,10 +270,25 @@ def some_plan(graph: Graph, rng: random.Random, least: int = 1) -> dict[str, lis
 
 @pytest.mark.parametrize(
     "name",
-    ["conv_bias", "conv3d", "depthwise_multiplier", "resnext", "grouped_chain", "shared_conv",
-     "conv_transpose_grouped", "densenet_list", "pixel_unshuffle", "flatten_module", "resnet20",
-     "mobilenetv2_small", "shuffle_dynamic", "group_norm_four", "mlp_3d", "keyword_inputs"],
-)  # fmt: skip
+    [
+        "conv_bias",
+        "conv3d",
+        "depthwise_multiplier",
+        "resnext",
+        "grouped_chain",
+        "shared_conv",
+        "conv_transpose_grouped",
+        "densenet_list",
+        "pixel_unshuffle",
+        "flatten_module",
+        "resnet20",
+        "mobilenetv2_small",
+        "shuffle_dynamic",
+        "group_norm_four",
+        "mlp_3d",
+        "keyword_inputs",
+    ],
+)
 def test_cost_at_random_widths_is_what_torch_counts(name: str, traced: Any) -> None:
     model, inputs, graph = traced(name)
     rng = random.Random(name)
@@ -461,12 +484,18 @@ def fixed_slice(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("code", "fact", "remedy"),
     [
-        (fixed_view, "the model's code does not adapt to fewer channels: ",
-         "make that line work with any number of channels"),
-        (fixed_slice, "slice selects channels by position in ",
-         "use separate layers, or equal parts (chunk)"),
+        (
+            fixed_view,
+            "the model's code does not adapt to fewer channels: ",
+            "make that line work with any number of channels",
+        ),
+        (
+            fixed_slice,
+            "slice selects channels by position in ",
+            "use separate layers, or equal parts (chunk)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_reason_of_code_with_fixed_sizes_names_module_line_and_remedy(
     code: Any, fact: str, remedy: str
 ) -> None:

@@ -145,8 +145,24 @@ def number(size: int = 6) -> tuple[WatchedInt, SizeLog]:
 
 def test_arithmetic_is_followed() -> None:
     n, log = number()
-    results = [n + 1, 1 + n, n * 2, 10 - n, n // 4, 13 // n, n % 4, n / 4, n**2, -n, abs(-n),
-               n << 1, 12 // int(n), round(n / 4), math.floor(n / 4), math.ceil(n / 4)]  # fmt: skip
+    results = [
+        n + 1,
+        1 + n,
+        n * 2,
+        10 - n,
+        n // 4,
+        13 // n,
+        n % 4,
+        n / 4,
+        n**2,
+        -n,
+        abs(-n),
+        n << 1,
+        12 // int(n),
+        round(n / 4),
+        math.floor(n / 4),
+        math.ceil(n / 4),
+    ]
     assert results == [7, 7, 12, 4, 1, 2, 2, 1.5, 36, -6, 6, 12, 2, 2, 1, 2]
     with_nine = [one.source.value(lambda leaf: 9) for one in results if hasattr(one, "source")]
     assert with_nine == [10, 10, 18, 1, 2, 1, 1, 2.25, 81, -9, 9, 18, 2, 2, 3]

@@ -14,8 +14,17 @@ import polarprune as pp
 from polarprune.channels.graph import FROZEN, Graph, plan_of
 from tests.helpers.exact import traced
 
-SOME = ["residual_projection", "c2f_split", "resnext", "pixel_unshuffle", "densenet_list",
-        "shuffle_dynamic", "flatten_module", "group_norm_four", "shared_conv"]  # fmt: skip
+SOME = [
+    "residual_projection",
+    "c2f_split",
+    "resnext",
+    "pixel_unshuffle",
+    "densenet_list",
+    "shuffle_dynamic",
+    "flatten_module",
+    "group_norm_four",
+    "shared_conv",
+]
 
 
 def occurrences(graph: Graph) -> list[dict[tuple[str, int], int]]:
@@ -107,9 +116,11 @@ def test_units_of_two_groups_may_alternate_on_an_axis() -> None:
 def test_a_graph_cannot_be_changed() -> None:
     graph = traced("residual_projection")
     parts: list[tuple[Any, str]] = [
-        (graph, "notes"), (graph.groups["0.0"], "minimum"), (graph.layout, "axes"),
+        (graph, "notes"),
+        (graph.groups["0.0"], "minimum"),
+        (graph.layout, "axes"),
         (graph.rewrites, "rewritten"),
-    ]  # fmt: skip
+    ]
     for part, name in parts:
         with pytest.raises(FrozenInstanceError):
             setattr(part, name, None)

@@ -26,16 +26,23 @@ from polarprune.cli.lazy import LAZY_COMMANDS
 
 SOURCE = Path(pp.__file__).parent.parent
 DIGITS = "polarprune.cli.demo:DigitsNet"
+# Runs commands one after the other and prints, for each, its exit code and whether the
+# experiments are loaded by then. The output of the commands goes to the standard error.
 LOADED = """
-import sys
+import contextlib, json, sys
 from polarprune.cli.entry import main
-sys.argv = ["polarprune", *sys.argv[1:]]
-try:
-    main()
-except SystemExit as end:
-    print("\\nexit", end.code)
-names = {name.split(".")[1] for name in sys.modules if name.startswith("polarprune.")}
-print("experiments" in names or "polarprune.cli.experiments" in sys.modules)
+told = {}
+for command in json.loads(sys.argv[1]):
+    sys.argv = ["polarprune", *command]
+    code = None
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+    experiments = ("polarprune.experiments", "polarprune.cli.experiments")
+    told[" ".join(command)] = code, any(name.startswith(experiments) for name in sys.modules)
+print(json.dumps(told))
 """
 MISSING = """
 import sys
@@ -65,28 +72,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "--help",
-        "inspect --help",
-        f"inspect {DIGITS} --shape 2,1,8,8",
-        "report {}/report.json",
-        "report {}/report.json --html {}/report.html",
-        f"bench {DIGITS} --shape 2,1,8,8 --runs 1 --small {{}}/small.safetensors",
-        f"export {{}}/small.safetensors --model {DIGITS} --shape 1,1,8,8 --to {{}}/small.pt2",
-        "demo --help",
-    ],
+LIBRARY_COMMANDS = (
+    "--help",
+    "inspect --help",
+    f"inspect {DIGITS} --shape 2,1,8,8",
+    "report {}/report.json",
+    "report {}/report.json --html {}/report.html",
+    f"bench {DIGITS} --shape 2,1,8,8 --runs 1 --small {{}}/small.safetensors",
+    f"export {{}}/small.safetensors --model {DIGITS} --shape 1,1,8,8 --to {{}}/small.pt2",
+    "demo --help",
 )
-def test_commands_of_the_library_do_not_load_the_experiments(command: str, folder: Path) -> None:
-    done = python(LOADED, *command.replace("{}", str(folder)).split())
-    assert done.stdout.splitlines()[-2:] == ["exit 0", "False"], done.stdout + done.stderr
 
 
-def test_commands_of_the_experiments_load_them() -> None:
-    done = python(LOADED, "train", "--help")
-    assert done.stdout.splitlines()[-2:] == ["exit 0", "True"], done.stdout + done.stderr
-    assert "--hold-out" in done.stdout
+def test_commands_of_the_library_do_not_load_the_experiments_and_others_do(folder: Path) -> None:
+    commands = [text.replace("{}", str(folder)) for text in LIBRARY_COMMANDS]
+    last = "train --help"
+    done = python(LOADED, json.dumps([text.split() for text in (*commands, last)]))
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told == {**{one: [0, False] for one in commands}, last: [0, True]}, done.stderr
+    assert "--hold-out" in done.stderr
 
 
 def test_ray_is_loaded_by_no_command_that_does_not_run_on_it() -> None:

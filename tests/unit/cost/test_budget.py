@@ -312,8 +312,9 @@ def test_no_block_that_landing_closes_would_fit(
 
 def test_nothing_that_landing_closes_could_have_stayed() -> None:
     """The block that ends the excess may save so much that others need not have closed."""
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(),
-                          nn.Linear(64, 10))  # fmt: skip
+    model = nn.Sequential(
+        nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)
+    )
     budget = Budget(pp.trace(model, torch.randn(2, 64)), {"params": 0.3}, 16)
     for seed in range(10):
         alpha = torch.rand(128, generator=torch.Generator().manual_seed(seed)).double() + 0.1

@@ -39,10 +39,11 @@ CASES: dict[str, tuple[Callable[[], Made], set[str]]] = {
     "packed attention": (lambda: attention("packed"), {"1.attention"}),
     "attention of torch": (lambda: attention("torch"), {"1.attention.attention"}),
     "attention of torch, weights": (
-        lambda: attention("torch with weights"), {"1.attention.attention"}
+        lambda: attention("torch with weights"),
+        {"1.attention.attention"},
     ),
     "layer norm of a cut stream": (lambda: norm_nets.made("layer norm"), {"blocks.0", "blocks.1"}),
-}  # fmt: skip
+}
 
 
 def cut(model: nn.Module, x: Tensor, variant: str) -> nn.Module:

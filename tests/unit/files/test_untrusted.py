@@ -91,7 +91,8 @@ def with_nodes(one: Victim, added: list[list[Any]]) -> bytes:
 X = {"node": "x"}
 EXPLOITS = {
     "from numpy to the shell": [
-        node("a", "call_method", "detach", [X]), node("b", "call_method", "numpy", [{"node": "a"}]),
+        node("a", "call_method", "detach", [X]),
+        node("b", "call_method", "numpy", [{"node": "a"}]),
         node("c", "call_function", "builtins.getattr", [{"node": "b"}, "ctypes"]),
         node("d", "call_function", "builtins.getattr", [{"node": "c"}, "_ctypes"]),
         node("e", "call_function", "builtins.getattr", [{"node": "d"}, "_os"]),
@@ -105,38 +106,67 @@ EXPLOITS = {
     "underscores that Python normalises": [
         node("a", "get_attr", "_\uff3finit_\uff3f._\uff3fglobals_\uff3f", []),
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", EXPLOITS)
 def test_known_ways_to_a_shell_are_refused(
     name: str, victims: dict[str, Victim], tmp_path: Path
 ) -> None:
-    refused(victims["rewritten code"], with_nodes(victims["rewritten code"], EXPLOITS[name]),
-            tmp_path)  # fmt: skip
+    refused(
+        victims["rewritten code"], with_nodes(victims["rewritten code"], EXPLOITS[name]), tmp_path
+    )
 
 
 HOSTILE = [
     *(node("h", "call_method", name, [X]) for name in forgeries.METHODS.split()),
     *(node("h", "call_function", name, [X]) for name in forgeries.FUNCTIONS.split()),
-    *(node("h", "call_function", "builtins.getattr", [X, name])
-      for name in forgeries.ATTRIBUTES.split()),
-    *(node("h", kind, name, []) for kind in ("get_attr", "call_module")
-      for name in forgeries.PATHS.split()),
+    *(
+        node("h", "call_function", "builtins.getattr", [X, name])
+        for name in forgeries.ATTRIBUTES.split()
+    ),
+    *(
+        node("h", kind, name, [])
+        for kind in ("get_attr", "call_module")
+        for name in forgeries.PATHS.split()
+    ),
     *(node("h", kind, "x", []) for kind in ("root", "exec", "placeholder", "output", "", "call")),
-    *(node(name, "call_method", "relu", [X])
-      for name in ("", "1", "a b", "a\nb", "__a", "\uff41", "_\uff3fa", "a" * 300, "a.b")),
-    *(node("h", "call_method", "add", [X, 1], **{name: 1})
-      for name in ("out", "__class__", "a b", "_x", "\uff41")),
-    *(node("h", "call_method", "to", [X, {"device": name}])
-      for name in ("fpga", "cuda:", "cuda:9999", "meta\n", "\uff43pu", "privateuseone", "")),
-    *(node("h", "call_method", "to", [X, {kind: name}])
-      for kind in ("dtype", "layout", "memory_format", "float", "lambda")
-      for name in ("load", "__loader__", "float32 ", "1e999")),
-    *(node("h", "call_method", "add", [X, value])
-      for value in (2**63, -(2**64), {"node": "h"}, {"node": "y"}, {"node": 3}, {}, [1], "\u00e4",
-                    "a" * 5000, {"slice": [1]}, {"tuple": 1}, {"a": 1, "b": 2})),
-    node("h", "call_method", "relu", ["x"]), node("h", "call_method", "relu", []),
+    *(
+        node(name, "call_method", "relu", [X])
+        for name in ("", "1", "a b", "a\nb", "__a", "\uff41", "_\uff3fa", "a" * 300, "a.b")
+    ),
+    *(
+        node("h", "call_method", "add", [X, 1], **{name: 1})
+        for name in ("out", "__class__", "a b", "_x", "\uff41")
+    ),
+    *(
+        node("h", "call_method", "to", [X, {"device": name}])
+        for name in ("fpga", "cuda:", "cuda:9999", "meta\n", "\uff43pu", "privateuseone", "")
+    ),
+    *(
+        node("h", "call_method", "to", [X, {kind: name}])
+        for kind in ("dtype", "layout", "memory_format", "float", "lambda")
+        for name in ("load", "__loader__", "float32 ", "1e999")
+    ),
+    *(
+        node("h", "call_method", "add", [X, value])
+        for value in (
+            2**63,
+            -(2**64),
+            {"node": "h"},
+            {"node": "y"},
+            {"node": 3},
+            {},
+            [1],
+            "\u00e4",
+            "a" * 5000,
+            {"slice": [1]},
+            {"tuple": 1},
+            {"a": 1, "b": 2},
+        )
+    ),
+    node("h", "call_method", "relu", ["x"]),
+    node("h", "call_method", "relu", []),
     node("h", "call_function", "builtins.getattr", [X]),
     node("h", "call_function", "builtins.getattr", [X, X]),
     node("h", "call_function", "builtins.getattr", ["x", "shape"]),
@@ -170,7 +200,7 @@ HOSTILE = [
     node("h", "call_module", "stem", []),
     node("h", "call_module", "stem", [X, X]),
     node("h", "call_module", "stem", [X], scale=1),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("one", HOSTILE, ids=lambda one: str(one).encode("unicode_escape")[:60])
@@ -197,8 +227,11 @@ def run(*nodes: list[Any], x: Any = None) -> Any:
 
 
 def runs_of(*nodes: list[Any]) -> Callable[..., Any]:
-    graph = [node("x", "placeholder", "x", []), *nodes,
-             node("output", "output", "output", [{"node": nodes[-1][0]}])]  # fmt: skip
+    graph = [
+        node("x", "placeholder", "x", []),
+        *nodes,
+        node("output", "output", "output", [{"node": nodes[-1][0]}]),
+    ]
     code = stored_graphs.decode({"form": None, "fixed": {}, "train": graph, "eval": graph})
     return interpreter.runner(code.graphs["eval"], from_file=True)
 
@@ -228,16 +261,21 @@ def test_attributes_are_read_from_tensors_and_are_no_methods() -> None:
 
 def sized(target: str, *args: Any, kind: str = "call_function") -> list[list[Any]]:
     """A call whose size comes from a number that the graph computes."""
-    number = [node("n", "call_method", "numel", [X]),
-              node("m", "call_function", "operator.mul", [{"node": "n"}, 2**38])]  # fmt: skip
+    number = [
+        node("n", "call_method", "numel", [X]),
+        node("m", "call_function", "operator.mul", [{"node": "n"}, 2**38]),
+    ]
     return [*number, node("h", kind, target, list(args))]
 
 
 M = {"node": "m"}
 GROWING = {
-    "zeros": sized("torch.zeros", M), "ones in two axes": sized("torch.ones", 2**19, M),
-    "full": sized("torch.full", {"tuple": [M]}, 1.0), "arange": sized("torch.arange", M),
-    "eye": sized("torch.eye", M), "linspace": sized("torch.linspace", 0, 1, M),
+    "zeros": sized("torch.zeros", M),
+    "ones in two axes": sized("torch.ones", 2**19, M),
+    "full": sized("torch.full", {"tuple": [M]}, 1.0),
+    "arange": sized("torch.arange", M),
+    "eye": sized("torch.eye", M),
+    "linspace": sized("torch.linspace", 0, 1, M),
     "randint": sized("torch.randint", 0, 9, {"tuple": [M]}),
     "tile": sized("torch.tile", X, {"tuple": [M]}),
     "new_zeros": sized("new_zeros", X, M, kind="call_method"),
@@ -245,12 +283,13 @@ GROWING = {
     "repeat": sized("repeat", X, M, 1, kind="call_method"),
     "repeat_interleave": sized("repeat_interleave", X, M, kind="call_method"),
     "pad": sized("F.pad", X, {"tuple": [M, 0]}),
-}  # fmt: skip
+}
 
 
 def call(name: str, target: str, *args: Any, **kwargs: Any) -> list[Any]:
-    return node(name, "call_function" if "." in target else "call_method", target, list(args),
-                **kwargs)  # fmt: skip
+    return node(
+        name, "call_function" if "." in target else "call_method", target, list(args), **kwargs
+    )
 
 
 def chain(count: int, start: Any, step: Callable[[str, Any], list[Any]]) -> list[list[Any]]:
@@ -267,8 +306,11 @@ def twice(value: Any) -> dict[str, Any]:
 
 def column(k: int) -> list[list[Any]]:
     """Two vectors of so many numbers, upright and level."""
-    return [call("n", "torch.ones", k), call("up", "unsqueeze", {"node": "n"}, 1),
-            call("level", "unsqueeze", {"node": "n"}, 0)]  # fmt: skip
+    return [
+        call("n", "torch.ones", k),
+        call("up", "unsqueeze", {"node": "n"}, 1),
+        call("level", "unsqueeze", {"node": "n"}, 0),
+    ]
 
 
 NUMBERS, UP, LEVEL = {"node": "n"}, {"node": "up"}, {"node": "level"}
@@ -277,8 +319,10 @@ GROWING |= {
     "cat": chain(40, X, lambda name, x: call(name, "torch.cat", twice(x))),
     "stack": chain(40, X, lambda name, x: call(name, "torch.stack", twice(x))),
     "pad, a little": chain(40, X, lambda name, x: call(name, "F.pad", x, {"tuple": [90_000, 0]})),
-    "upsampled": [call("u", "reshape", X, 1, 1, -1), *chain(
-        9, {"node": "u"}, lambda name, x: call(name, "F.interpolate", x, None, 8.0))],
+    "upsampled": [
+        call("u", "reshape", X, 1, 1, -1),
+        *chain(9, {"node": "u"}, lambda name, x: call(name, "F.interpolate", x, None, 8.0)),
+    ],
     "outer": [*column(9000), call("h", "torch.outer", NUMBERS, NUMBERS)],
     "a sum": [*column(9000), call("h", "operator.add", UP, LEVEL)],
     "a comparison": [*column(9000), call("h", "torch.allclose", UP, LEVEL)],
@@ -289,33 +333,60 @@ GROWING |= {
     "einsum": [*column(9000), call("h", "torch.einsum", "a,b->ab", NUMBERS, NUMBERS)],
     "meshgrid": [*column(9000), call("h", "torch.meshgrid", NUMBERS, NUMBERS)],
     "attention": [*column(9000), call("h", "F.scaled_dot_product_attention", UP, UP, UP)],
-    "a mask": [*column(9000), call("b", "bool", LEVEL),
-               call("h", "torch.masked_select", UP, {"node": "b"})],
-    "rows": [*column(9000), call("i", "long", NUMBERS), call("e", "expand", LEVEL, 2, 9000),
-             call("h", "operator.getitem", {"node": "e"}, {"node": "i"})],
+    "a mask": [
+        *column(9000),
+        call("b", "bool", LEVEL),
+        call("h", "torch.masked_select", UP, {"node": "b"}),
+    ],
+    "rows": [
+        *column(9000),
+        call("i", "long", NUMBERS),
+        call("e", "expand", LEVEL, 2, 9000),
+        call("h", "operator.getitem", {"node": "e"}, {"node": "i"}),
+    ],
     "windows": [MANY, call("h", "unfold", {"node": "n"}, 0, 100_000, 1)],
-    "convolution": [call("n", "torch.ones", 1, 1, 4), call("h", "F.conv1d", NUMBERS, NUMBERS,
-                                                          None, 1, 10**6)],
+    "convolution": [
+        call("n", "torch.ones", 1, 1, 4),
+        call("h", "F.conv1d", NUMBERS, NUMBERS, None, 1, 10**6),
+    ],
     "what a convolution reads": [
-        call("n", "torch.ones", 1, 1, 40_000), call("w", "torch.ones", 1, 1, 20_000),
-        call("h", "F.conv1d", NUMBERS, {"node": "w"})],
-    "bilinear": [call("n", "torch.ones", 1000, 250), call("w", "torch.ones", 1, 250, 250),
-                 call("h", "F.bilinear", NUMBERS, NUMBERS, {"node": "w"})],
+        call("n", "torch.ones", 1, 1, 40_000),
+        call("w", "torch.ones", 1, 1, 20_000),
+        call("h", "F.conv1d", NUMBERS, {"node": "w"}),
+    ],
+    "bilinear": [
+        call("n", "torch.ones", 1000, 250),
+        call("w", "torch.ones", 1, 250, 250),
+        call("h", "F.bilinear", NUMBERS, NUMBERS, {"node": "w"}),
+    ],
     "fft": [call("h", "fft.fft", X, 10**8)],
-    "a norm over many": [call("u", "reshape", X, 1, 1, -1),
-                         call("h", "F.local_response_norm", {"node": "u"}, 10**7)],
+    "a norm over many": [
+        call("u", "reshape", X, 1, 1, -1),
+        call("h", "F.local_response_norm", {"node": "u"}, 10**7),
+    ],
     "mvlgamma": [call("h", "torch.mvlgamma", X, 10**7)],
-    "repeats": [call("i", "torch.full", {"tuple": [1]}, 10**9),
-                call("h", "torch.repeat_interleave", X, {"node": "i"})],
-    "places": [MANY, call("v", "reshape", NUMBERS, *[1] * 60, -1),
-               call("h", "nonzero", {"node": "v"})],
-    "places to write": [MANY, call("v", "reshape", NUMBERS, *[1] * 60, -1),
-                        call("b", "bool", {"node": "v"}),
-                        call("h", "operator.setitem", {"node": "v"}, {"node": "b"}, 0.0)],
-    "masks and rows": [*column(9000), call("i", "long", UP), call("b", "bool", NUMBERS),
-                       call("z", "expand", LEVEL, 2, 9000),
-                       call("h", "operator.getitem", {"node": "z"},
-                            {"tuple": [{"node": "i"}, {"node": "b"}]})],
+    "repeats": [
+        call("i", "torch.full", {"tuple": [1]}, 10**9),
+        call("h", "torch.repeat_interleave", X, {"node": "i"}),
+    ],
+    "places": [
+        MANY,
+        call("v", "reshape", NUMBERS, *[1] * 60, -1),
+        call("h", "nonzero", {"node": "v"}),
+    ],
+    "places to write": [
+        MANY,
+        call("v", "reshape", NUMBERS, *[1] * 60, -1),
+        call("b", "bool", {"node": "v"}),
+        call("h", "operator.setitem", {"node": "v"}, {"node": "b"}, 0.0),
+    ],
+    "masks and rows": [
+        *column(9000),
+        call("i", "long", UP),
+        call("b", "bool", NUMBERS),
+        call("z", "expand", LEVEL, 2, 9000),
+        call("h", "operator.getitem", {"node": "z"}, {"tuple": [{"node": "i"}, {"node": "b"}]}),
+    ],
     "unbind": [MANY, call("h", "unbind", NUMBERS)],
     "split": [MANY, call("h", "split", NUMBERS, 1)],
     "tensor_split": [MANY, call("h", "tensor_split", NUMBERS, 200_000)],
@@ -328,11 +399,13 @@ GROWING |= {
     "texts": chain(40, "aa", lambda name, x: call(name, "operator.add", x, x)),
     "a list": [call("h", "operator.mul", {"list": [0]}, 10**12)],
     "lists": chain(40, twice(0), lambda name, x: call(name, "operator.add", x, x)),
-    "lists in lists": chain(40, 0, lambda name, x: call(name, "operator.getitem",
-                                                        {"list": [twice(x)]}, 0)),
-    "a deep list": chain(90, 0, lambda name, x: call(name, "operator.getitem",
-                                                     {"list": [{"list": [x]}]}, 0)),
-}  # fmt: skip
+    "lists in lists": chain(
+        40, 0, lambda name, x: call(name, "operator.getitem", {"list": [twice(x)]}, 0)
+    ),
+    "a deep list": chain(
+        90, 0, lambda name, x: call(name, "operator.getitem", {"list": [{"list": [x]}]}, 0)
+    ),
+}
 
 
 @pytest.mark.parametrize("name", GROWING)
@@ -391,16 +464,28 @@ def test_sizes_that_come_from_values_are_always_watched(
 ) -> None:
     monkeypatch.setattr(size_limits, "_MAX_BYTES", 2**20)
     ways = {
-        "item": [call("s", "sum", X), call("i", "item", {"node": "s"}),
-                 call("n", "operator.mul", {"node": "i"}, 1.0),
-                 call("h", "torch.arange", {"node": "n"})],
-        "tolist": [call("s", "long", X), call("i", "tolist", {"node": "s"}),
-                   call("h", "torch.zeros", {"node": "i"})],
-        "nonzero": [call("i", "nonzero", X), call("j", "t", {"node": "i"}),
-                    call("h", "operator.mul", {"node": "i"}, {"node": "j"})],
-        "a mask": [call("b", "bool", X), call("i", "operator.getitem", X, {"node": "b"}),
-                   call("h", "torch.outer", {"node": "i"}, {"node": "i"})],
-    }  # fmt: skip
+        "item": [
+            call("s", "sum", X),
+            call("i", "item", {"node": "s"}),
+            call("n", "operator.mul", {"node": "i"}, 1.0),
+            call("h", "torch.arange", {"node": "n"}),
+        ],
+        "tolist": [
+            call("s", "long", X),
+            call("i", "tolist", {"node": "s"}),
+            call("h", "torch.zeros", {"node": "i"}),
+        ],
+        "nonzero": [
+            call("i", "nonzero", X),
+            call("j", "t", {"node": "i"}),
+            call("h", "operator.mul", {"node": "i"}, {"node": "j"}),
+        ],
+        "a mask": [
+            call("b", "bool", X),
+            call("i", "operator.getitem", X, {"node": "b"}),
+            call("h", "torch.outer", {"node": "i"}, {"node": "i"}),
+        ],
+    }
     grows = runs_of(*ways[how])
     few, many = torch.zeros(2), torch.full((2,), 1e6)
     if how in ("nonzero", "a mask"):
@@ -416,8 +501,10 @@ def test_what_children_give_counts_as_an_input(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(size_limits, "_MAX_BYTES", 2**10)
     model = nn.Module()
     model.wide = nn.Upsample(scale_factor=8)
-    inside = runs_of(node("a", "call_module", "wide", [X]), call("h", "F.pad", {"node": "a"},
-                                                               {"tuple": [90, 90]}))  # fmt: skip
+    inside = runs_of(
+        node("a", "call_module", "wide", [X]),
+        call("h", "F.pad", {"node": "a"}, {"tuple": [90, 90]}),
+    )
     assert inside(model, torch.ones(1, 1, 4)).shape == (1, 1, 212)
     again = runs_of(*chain(20, X, lambda name, x: node(name, "call_module", "wide", [x])))
     with pytest.raises(pp.PruneError, match=r"node c[2-7] \(wide\).*out of proportion"):
@@ -483,9 +570,11 @@ def test_sizes_in_proportion_pass() -> None:
 
 
 def test_memory_that_was_never_written_is_not_shown() -> None:
-    for call in (node("h", "call_function", "torch.empty", [1000]),
-                 node("h", "call_method", "new_empty", [X, 1000]),
-                 node("h", "call_function", "torch.empty_like", [X])):  # fmt: skip
+    for call in (
+        node("h", "call_function", "torch.empty", [1000]),
+        node("h", "call_method", "new_empty", [X, 1000]),
+        node("h", "call_function", "torch.empty_like", [X]),
+    ):
         assert not run(call, x=torch.ones(1000)).any()
 
 
@@ -587,9 +676,11 @@ TEXTS = {
     "a part too many": lambda text: text.replace('"card"', '"more": 1, "card"', 1),
     "a part missing": lambda text: text.replace('"aliases"', '"alias"', 1),
     "a card that is none": lambda text: text.replace('"card": {', '"card": 1, "x": {', 1),
-    **{f"version {value}": lambda text, value=value: text.replace("2", value, 1)
-       for value in ("true", "false", "0", "-1", "1.0", "2.0", '"2"', "null", "[]", "3", "99")},
-}  # fmt: skip
+    **{
+        f"version {value}": lambda text, value=value: text.replace("2", value, 1)
+        for value in ("true", "false", "0", "-1", "1.0", "2.0", '"2"', "null", "[]", "3", "99")
+    },
+}
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -660,56 +751,124 @@ def put(*keys: Any, value: Any) -> Callable[[dict[str, Any]], None]:
 
 W = "stem.weight"
 RECIPES: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
-    **{f"{field} is {value!r}": ("rewritten code", put(field, value=value))
-       for field in ("shapes", "slices", "attributes", "constants", "heads", "rewired", "removed",
-                     "computed", "unread", "hollow", "identities")
-       for value in (None, 1, "a", [1], [[]], {"a": None}, {"nowhere": []}, ["nowhere"],
-                     {"nowhere": {"0": [0]}}, ["stem", "stem"])},
-    **{f"a field {name}": ("rewritten code", put(name, value={}))
-       for name in ("vanished", "new", "")},
+    **{
+        f"{field} is {value!r}": ("rewritten code", put(field, value=value))
+        for field in (
+            "shapes",
+            "slices",
+            "attributes",
+            "constants",
+            "heads",
+            "rewired",
+            "removed",
+            "computed",
+            "unread",
+            "hollow",
+            "identities",
+        )
+        for value in (
+            None,
+            1,
+            "a",
+            [1],
+            [[]],
+            {"a": None},
+            {"nowhere": []},
+            ["nowhere"],
+            {"nowhere": {"0": [0]}},
+            ["stem", "stem"],
+        )
+    },
+    **{
+        f"a field {name}": ("rewritten code", put(name, value={}))
+        for name in ("vanished", "new", "")
+    },
     "a field missing": ("rewritten code", lambda recipe: recipe.pop("unread")),
-    **{f"indices {kept}": ("rewritten code", put("slices", W, "0", value=kept))
-       for kept in ([0, 0, 1, 1], [1, 0, 2, 3], [-1, 0, 1, 2], [0, 1, 2, 8], [0, 1, 2, True],
-                    [0, 1, 2.0], ["0"], "0123", None, [0] * 4, [0, 1, 2, 10**30])},
-    **{f"axis {axis}": ("rewritten code", put("slices", W, axis, value=[0]))
-       for axis in ("4", "-1", "00", "a", "", "\u0662", "1e0", "99999999999999999999")},
+    **{
+        f"indices {kept}": ("rewritten code", put("slices", W, "0", value=kept))
+        for kept in (
+            [0, 0, 1, 1],
+            [1, 0, 2, 3],
+            [-1, 0, 1, 2],
+            [0, 1, 2, 8],
+            [0, 1, 2, True],
+            [0, 1, 2.0],
+            ["0"],
+            "0123",
+            None,
+            [0] * 4,
+            [0, 1, 2, 10**30],
+        )
+    },
+    **{
+        f"axis {axis}": ("rewritten code", put("slices", W, axis, value=[0]))
+        for axis in ("4", "-1", "00", "a", "", "\u0662", "1e0", "99999999999999999999")
+    },
     "slices of no tensor": ("rewritten code", put("slices", "nowhere", value={"0": [0]})),
     "another shape": ("rewritten code", put("shapes", W, value=[8, 3, 3, 4])),
     "a shape of no tensor": ("rewritten code", put("shapes", "nowhere", value=[1])),
-    **{f"stem.{name} = {value!r}": ("rewritten code", put("attributes", "stem", name, value=value))
-       for name, value in (("out_channels", 3), ("out_channels", 8), ("out_channels", True),
-                           ("in_channels", 4), ("groups", 4), ("stride", 1), ("kernel_size", [3]),
-                           ("training", 0), ("forward", 0), ("_modules", 0), ("__class__", 0),
-                           ("padding_mode", "zeros"), ("new", 1), ("weight", 0), ("bias", 0),
-                           ("_\uff3fclass_\uff3f", 1), ("_is_full_backward_hook", 0))},
-    **{f"{path}.{name} = {value}": (which, put("attributes", path, value={name: value}))
-       for which, path, name, value in (
-           ("fewer heads", "tail", "out_features", 2), ("fewer heads", "norm", "eps", 0),
-           ("fewer heads", "norm", "normalized_shape", [7]),
-           ("a computed weight", "3", "out_channels", 1),
-           ("a block without its branch", "4", "out_features", 1),
-           ("a block without its branch", "0", "groups", 0))},
+    **{
+        f"stem.{name} = {value!r}": ("rewritten code", put("attributes", "stem", name, value=value))
+        for name, value in (
+            ("out_channels", 3),
+            ("out_channels", 8),
+            ("out_channels", True),
+            ("in_channels", 4),
+            ("groups", 4),
+            ("stride", 1),
+            ("kernel_size", [3]),
+            ("training", 0),
+            ("forward", 0),
+            ("_modules", 0),
+            ("__class__", 0),
+            ("padding_mode", "zeros"),
+            ("new", 1),
+            ("weight", 0),
+            ("bias", 0),
+            ("_\uff3fclass_\uff3f", 1),
+            ("_is_full_backward_hook", 0),
+        )
+    },
+    **{
+        f"{path}.{name} = {value}": (which, put("attributes", path, value={name: value}))
+        for which, path, name, value in (
+            ("fewer heads", "tail", "out_features", 2),
+            ("fewer heads", "norm", "eps", 0),
+            ("fewer heads", "norm", "normalized_shape", [7]),
+            ("a computed weight", "3", "out_channels", 1),
+            ("a block without its branch", "4", "out_features", 1),
+            ("a block without its branch", "0", "groups", 0),
+        )
+    },
     "an attribute missing": ("rewritten code", lambda r: r["attributes"]["stem"].pop("groups")),
     "a constant with channels": ("rewritten code", put("constants", value=["stem"])),
     "an identity with channels": ("fewer heads", put("identities", value=["norm"])),
     "a pool that is none": ("rewritten code", put("hollow", value=["stem"])),
-    **{f"heads {heads}": ("fewer heads", put("heads", "attention", value=heads))
-       for heads in ([], [0], [0, 1], [2, 0], [0, 9], [0, 0], ["0"], [True, 2])},
+    **{
+        f"heads {heads}": ("fewer heads", put("heads", "attention", value=heads))
+        for heads in ([], [0], [0, 1], [2, 0], [0, 9], [0, 0], ["0"], [True, 2])
+    },
     "heads of no attention": ("fewer heads", put("heads", "norm", value=[0])),
     "half a head": ("fewer heads", lambda r: r["slices"]["attention.in_proj_bias"]["0"].pop()),
     "a weight computed that is none": ("rewritten code", put("computed", value=["stem"])),
     "a tensor unread that is read": ("rewritten code", put("unread", value=[W])),
-    "a child removed that is called": ("a block without its branch",
-                                       put("removed", "1", value=["last", "one", "norm", "two"])),
-    "a child removed that is not there": ("a block without its branch",
-                                          put("removed", "1", value=["no"])),
-    "a child removed inside another": ("a block without its branch",
-                                       put("removed", "", value=["1", "1.one"])),
+    "a child removed that is called": (
+        "a block without its branch",
+        put("removed", "1", value=["last", "one", "norm", "two"]),
+    ),
+    "a child removed that is not there": (
+        "a block without its branch",
+        put("removed", "1", value=["no"]),
+    ),
+    "a child removed inside another": (
+        "a block without its branch",
+        put("removed", "", value=["1", "1.one"]),
+    ),
     "removed with no code": ("a block without its branch", put("removed", "0", value=[])),
     "a path removed": ("a block without its branch", put("removed", "1", value=["_\uff3fa"])),
     "code for no module": ("rewritten code", lambda r: r["rewired"].update(no=r["rewired"][""])),
     "an alias of nothing": ("an embedding, tied", lambda r: None),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -719,8 +878,14 @@ def test_a_recipe_that_does_not_follow_from_the_model_is_refused(
     which, change = RECIPES[name]
     one = victims[which]
     if name == "an alias of nothing":
-        for aliases in ({"out.weight": "nowhere"}, {"embed.weight": "embed.weight"}, [], {"a": 1},
-                        {"nowhere": "embed.weight"}, {}):  # fmt: skip
+        for aliases in (
+            {"out.weight": "nowhere"},
+            {"embed.weight": "embed.weight"},
+            [],
+            {"a": 1},
+            {"nowhere": "embed.weight"},
+            {},
+        ):
             content = {**one.content, "aliases": aliases}
             refused(one, one.signed(json.dumps(content)), tmp_path)
         return
@@ -746,8 +911,10 @@ def test_code_is_not_endless(
     small = opened(one, one.data, tmp_path)
     monkeypatch.setattr(metadata, "_MOST_CODE_VALUES", 2000)
     opened(one, one.data, tmp_path)
-    for added in (chain(200, X, lambda name, x: call(name, "abs", x)),
-                  [call("h", "torch.cat", {"list": [1] * 2000})]):  # fmt: skip
+    for added in (
+        chain(200, X, lambda name, x: call(name, "abs", x)),
+        [call("h", "torch.cat", {"list": [1] * 2000})],
+    ):
         refused(one, with_nodes(one, added), tmp_path, "too much code")
     monkeypatch.setattr(metadata, "_MOST_CODE_VALUES", 10)
     with pytest.raises(pp.PruneError, match="could not be loaded again: it holds too much code"):
@@ -760,8 +927,10 @@ def test_a_file_far_larger_than_the_model_is_not_read(
     one, file = victims["rewritten code"], tmp_path / "some.safetensors"
     many = {**one.tensors, **{f"t{k}": torch.zeros(0) for k in range(200)}}
     refused(one, replace(one, tensors=many).signed(json.dumps(one.content)), tmp_path, "too large")
-    header = {"__metadata__": {"polarprune": json.dumps(one.content)},
-              "x": {"dtype": "U8", "shape": [2**31], "data_offsets": [0, 2**31]}}  # fmt: skip
+    header = {
+        "__metadata__": {"polarprune": json.dumps(one.content)},
+        "x": {"dtype": "U8", "shape": [2**31], "data_offsets": [0, 2**31]},
+    }
     text = json.dumps(header).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text)
     os.truncate(file, 8 + len(text) + 2**31)  # all of it a hole
@@ -803,9 +972,12 @@ def test_arguments_that_the_class_does_not_take_are_refused(
         for mode in ("train", "eval"):
             code[mode][0][2] = "other"
 
-    for change in (add_input, lambda code: add_input(code, 1),
-                   lambda code: add_input(code, {"node": code["train"][0][0]}),
-                   *([rename] if "block" in name else [])):  # fmt: skip
+    for change in (
+        add_input,
+        lambda code: add_input(code, 1),
+        lambda code: add_input(code, {"node": code["train"][0][0]}),
+        *([rename] if "block" in name else []),
+    ):
         refused(one, forged(one, arguments(change)), tmp_path)
 
 

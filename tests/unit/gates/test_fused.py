@@ -155,9 +155,10 @@ def test_any_order_of_memory(form: str) -> None:
         model.to(memory_format=torch.channels_last)
     if form == "mixed":
         model.two.parametrizations.weight.original.data = (
-            model.two.parametrizations.weight.original.data.permute(3, 2, 1, 0).contiguous()
+            model.two.parametrizations.weight.original.data.permute(3, 2, 1, 0)
+            .contiguous()
             .permute(3, 2, 1, 0)
-        )  # fmt: skip
+        )
     alone = without(model)
     assert_same(gradients(model, model(IMAGES)), gradients(alone, alone(IMAGES)))
     model.two.parametrizations.weight.original.data = torch.randn(6, 10, 3, 3).double()[:, ::2]
@@ -349,11 +350,12 @@ def test_a_whole_run_is_the_same_and_nothing_is_left_in_the_small_model() -> Non
     torch.testing.assert_close(runs[0][1], runs[1][1], rtol=1e-9, atol=1e-12)
 
 
-def test_what_does_not_pay_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_only_gates_are_computed_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "SLOW_TO_LAUNCH", {"cuda"})
     model = gated().model
     model(IMAGES)
-    assert len(banks(model)) == 1 and not banks(model)[0].ready
+    (bank,) = banks(model)
+    assert bank.large and [len(value) for value in bank.ready] == [len(g.alpha) for g in bank.gates]
 
 
 def test_the_order_of_sums_does_not_change_from_run_to_run() -> None:

@@ -388,9 +388,19 @@ def test_hostile_names_stay_text() -> None:
 
 def test_page_shows_facts_table_and_reasons() -> None:
     text = Page(example(results=RESULTS).to_html()).text
-    wanted = ["50.00 %", "1,000,000 of 2,000,000; budget 50 %, met", "75.00 %", "97.33 %", "1.5 ms",
-              "3.0e-07", "after fine-tuning", "30,000 (75.00 %)", "part of the model's output",
-              "one thing to know", "machine: a desk & a lamp"]  # fmt: skip
+    wanted = [
+        "50.00 %",
+        "1,000,000 of 2,000,000; budget 50 %, met",
+        "75.00 %",
+        "97.33 %",
+        "1.5 ms",
+        "3.0e-07",
+        "after fine-tuning",
+        "30,000 (75.00 %)",
+        "part of the model's output",
+        "one thing to know",
+        "machine: a desk & a lamp",
+    ]
     assert [word for word in wanted if word not in text] == []
 
 

@@ -23,8 +23,15 @@ class Standard(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         flat = self.weight.reshape(1, self.out_channels, -1)
         made = F.batch_norm(flat, None, None, training=True, momentum=0.0, eps=1e-6)
-        return F.conv2d(x, made.reshape_as(self.weight), self.bias, self.stride, self.padding,
-                        self.dilation, self.groups)  # fmt: skip
+        return F.conv2d(
+            x,
+            made.reshape_as(self.weight),
+            self.bias,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.groups,
+        )
 
 
 class ScaledStandard(nn.Conv2d):
@@ -37,11 +44,21 @@ class ScaledStandard(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         made = F.batch_norm(
-            self.weight.reshape(1, self.out_channels, -1), None, None,
-            weight=(self.gain * self.scale).view(-1), training=True, momentum=0.0, eps=1e-6,
-        )  # fmt: skip
-        return F.conv2d(x, made.reshape_as(self.weight), bias=self.bias, padding=self.padding,
-                        groups=self.groups)  # fmt: skip
+            self.weight.reshape(1, self.out_channels, -1),
+            None,
+            None,
+            weight=(self.gain * self.scale).view(-1),
+            training=True,
+            momentum=0.0,
+            eps=1e-6,
+        )
+        return F.conv2d(
+            x,
+            made.reshape_as(self.weight),
+            bias=self.bias,
+            padding=self.padding,
+            groups=self.groups,
+        )
 
 
 class ByHand(nn.Conv2d):
@@ -103,9 +120,12 @@ Make = Callable[..., nn.Module]
 def net(layer: Make) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        layer(4, 16, 3, padding=1), nn.ReLU(), layer(16, 12, 3, padding=1), nn.Tanh(),
+        layer(4, 16, 3, padding=1),
+        nn.ReLU(),
+        layer(16, 12, 3, padding=1),
+        nn.Tanh(),
         nn.Conv2d(12, 3, 1),
-    ).double()  # fmt: skip
+    ).double()
 
 
 def trained(model: nn.Module, steps: int = 60, **options: Any) -> pp.Pruner:
@@ -163,9 +183,14 @@ def test_looking_changes_nothing_and_plans_of_others_are_cut(name: str) -> None:
 class Grouped(nn.Sequential):
     def __init__(self, layer: Make) -> None:
         super().__init__(
-            layer(4, 12, 3, padding=1), nn.ReLU(), layer(12, 12, 3, padding=1, groups=12),
-            nn.ReLU(), layer(12, 16, 3, padding=1, groups=2), nn.ReLU(), nn.Conv2d(16, 3, 1),
-        )  # fmt: skip
+            layer(4, 12, 3, padding=1),
+            nn.ReLU(),
+            layer(12, 12, 3, padding=1, groups=12),
+            nn.ReLU(),
+            layer(12, 16, 3, padding=1, groups=2),
+            nn.ReLU(),
+            nn.Conv2d(16, 3, 1),
+        )
 
 
 @pytest.mark.parametrize("layer", [Standard, ScaledStandard, ByHand])

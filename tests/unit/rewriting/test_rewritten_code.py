@@ -199,7 +199,7 @@ HARD: Looks = {
     "limit that is seldom met": lambda self, x: x.clamp(max=x.shape[1] * 10.0),
     "tensor of the width": lambda self, x: x * torch.tensor(x.shape[1]).to(x),
     "new tensor of the width": lambda self, x: x * x.new_tensor(x.shape[1]),
-}  # fmt: skip
+}
 
 
 def rows(x: Tensor, count: int) -> Tensor:

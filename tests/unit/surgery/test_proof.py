@@ -95,8 +95,10 @@ def test_shapes_types_and_integers_have_to_be_the_same() -> None:
 
 
 def shapes(example: Any) -> dict[str, Any]:
-    return {name: [tuple(x.shape) for x in (inputs if isinstance(inputs, tuple) else (inputs,))]
-            for name, inputs in fresh_inputs(example)}  # fmt: skip
+    return {
+        name: [tuple(x.shape) for x in (inputs if isinstance(inputs, tuple) else (inputs,))]
+        for name, inputs in fresh_inputs(example)
+    }
 
 
 def test_fresh_inputs_have_other_values_and_sizes() -> None:
@@ -136,8 +138,13 @@ def test_an_export_says_on_which_inputs_it_was_compared() -> None:
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 4, 3))
     pruner = trained(model, torch.randn(2, 3, 8, 8))
     pruner.export()
-    assert pruner.proof.keys() == {"eval", "train", "other values", "another batch size",
-                                   "another picture size"}  # fmt: skip
+    assert pruner.proof.keys() == {
+        "eval",
+        "train",
+        "other values",
+        "another batch size",
+        "another picture size",
+    }
     assert max(pruner.proof.values()) < 1e-5
 
 
@@ -155,7 +162,10 @@ def test_a_cut_model_that_fails_on_another_batch_is_refused() -> None:
     with pytest.raises(pp.PruneError, match="does not run on another batch size"):
         prove_equal(one, other, x, 1e-5, fresh_inputs(x))
     assert prove_equal(other, one, x, 1e-5, fresh_inputs(x)).keys() == {
-        "eval", "train", "other values"}  # fmt: skip
+        "eval",
+        "train",
+        "other values",
+    }
 
 
 def test_the_example_may_change_after_the_pruner_is_built() -> None:
@@ -235,8 +245,9 @@ def test_a_part_that_computes_in_float32_does_not_fail_a_float64_model() -> None
 
     torch.manual_seed(0)
     body = [nn.Linear(6, 16), Rms(), nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 4)]
-    pruner = trained(nn.Sequential(*body).double(), torch.randn(4, 6, dtype=torch.float64),
-                     norms=True)  # fmt: skip
+    pruner = trained(
+        nn.Sequential(*body).double(), torch.randn(4, 6, dtype=torch.float64), norms=True
+    )
     pruner.export()
     assert max(pruner.proof.values()) <= 1e-10
 

@@ -24,8 +24,10 @@ def statistics(training: bool) -> tuple[Any, ...]:
 
 FITTING = [
     (conv, (randn(2, 3, 9, 9), randn(6, 3, 3, 3), None, [2, 2], [1, 1], [1, 1], False, [0, 0], 1)),
-    (conv, (randn(1, 4, 9, 8), randn(6, 2, 3, 2), randn(6), [2, 1], [1, 0], [1, 3], False, [0, 0],
-            2)),
+    (
+        conv,
+        (randn(1, 4, 9, 8), randn(6, 2, 3, 2), randn(6), [2, 1], [1, 0], [1, 3], False, [0, 0], 2),
+    ),
     (conv, (randn(1, 4, 9), randn(6, 4, 3), randn(6), [3], [2], [1], False, [0], 1)),
     (aten.mm.default, (randn(4, 5), randn(3, 5).t())),
     (aten.addmm.default, (randn(3), randn(4, 5), randn(5, 3))),
@@ -43,7 +45,7 @@ FITTING = [
     (cat, ([randn(2, 3), randn(1, 3)],)),
     (aten.relu_.default, (randn(2, 3).t(),)),
     (aten.add_.Tensor, (randn(2, 3), randn(2, 3))),
-]  # fmt: skip
+]
 OTHERS = [
     (conv, (randn(2, 4, 9, 9), randn(6, 3, 3, 3), None, *flat)),
     (conv, (randn(2, 3, 2, 2), randn(6, 3, 3, 3), None, *flat)),

@@ -122,11 +122,17 @@ def net() -> nn.Module:
     torch.manual_seed(0)
     return randomise(
         nn.Sequential(
-            nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
-            nn.Conv2d(8, 12, 3, bias=False), nn.BatchNorm2d(12), nn.ReLU(),
-            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 4),
+            nn.Conv2d(3, 8, 3, padding=1, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Conv2d(8, 12, 3, bias=False),
+            nn.BatchNorm2d(12),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(12, 4),
         )
-    ).double()  # fmt: skip
+    ).double()
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor]:
@@ -406,8 +412,9 @@ def test_a_weight_may_lose_its_last_gate(
 
 def small_net() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(),
-                          nn.Linear(16, 3))  # fmt: skip
+    model = nn.Sequential(
+        nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)
+    )
     return model, torch.randn(8, 6)
 
 

@@ -254,7 +254,8 @@ def test_every_damaged_part_is_refused_and_nothing_changes(
 RANGES: dict[str, tuple[Callable[[State], Any], str]] = {
     "step beyond the end": (lambda s: s.update(step=STEPS + 1), "step is 41, not between 0 and 40"),
     "step of another moment": (
-        lambda s: s.update(step=29), "'step'. is 30, but steps must increase .* not exceed 29",
+        lambda s: s.update(step=29),
+        "'step'. is 30, but steps must increase .* not exceed 29",
     ),
     "not landed": (lambda s: s.update(landed=False), "landed is False at step 30"),
     "share of zero": (lambda s: s.update(compacted=0.0), "compacted is 0.0, not a fraction"),
@@ -276,13 +277,15 @@ RANGES: dict[str, tuple[Callable[[State], Any], str]] = {
     "negative cost": (lambda s: s["history"][3].update(macs=-0.1), "not a non-negative number"),
     "fewer bins": (lambda s: s["history"][3]["histogram"].pop(), "not a histogram of 20 bins"),
     "other steps": (
-        lambda s: s["settings"].update(steps=7), "from a run with settings .*'steps': 7",
+        lambda s: s["settings"].update(steps=7),
+        "from a run with settings .*'steps': 7",
     ),
     "other schedule": (lambda s: s["schedule"].update(done=0.7), "from a run with schedule"),
     "tensors for settings": (
-        lambda s: s["settings"].update(steps=torch.zeros(3)), "from a run with settings",
+        lambda s: s["settings"].update(steps=torch.zeros(3)),
+        "from a run with settings",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", RANGES)

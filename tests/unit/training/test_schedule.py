@@ -66,7 +66,13 @@ def test_a_gate_closes_within_a_fiftieth_of_the_steps_and_at_least_one(steps: in
 def test_eps_falls_by_a_factor_every_so_many_steps() -> None:
     schedule = pp.Schedule.paper(decay=0.5, every=10)
     assert [schedule.eps(step, 100) for step in (0, 9, 10, 19, 20, 99)] == [
-        0.1, 0.1, 0.05, 0.05, 0.025, 0.1 * 0.5**9]  # fmt: skip
+        0.1,
+        0.1,
+        0.05,
+        0.05,
+        0.025,
+        0.1 * 0.5**9,
+    ]
 
 
 @pytest.mark.parametrize(

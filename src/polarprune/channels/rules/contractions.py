@@ -10,7 +10,7 @@ from torch import Tensor
 from ...tracing.tape import Op, Value
 from ..labels import along, support
 from ..propagation import Choice, Contraction, Flow
-from ..reasons import because
+from ..reasons import POINTWISE, because
 from .elementwise import merge_bias
 from .products import batched_product, outer_product
 
@@ -56,7 +56,7 @@ def _other_channels(flow: Flow, op: Op, in_blocks: Tensor | None) -> tuple[list[
             found.append(flow.labels.flatten_onto(layer, others))
             crossed |= 1 in support(layer)
         elif 1 not in support(layer):
-            flow.labels.freeze(layer, because(op, "convolved along channels"))
+            flow.labels.freeze(layer, because(op, "convolved along channels", remedy=POINTWISE))
     return found, crossed
 
 

@@ -10,7 +10,7 @@ from ...tracing.tape import Op, Value
 from .. import labels as lab
 from ..labels import along, compress, support
 from ..propagation import AtLeast, Flow
-from ..reasons import because
+from ..reasons import POINTWISE, because
 from .elementwise import fits, freeze_unlabelled, merge
 
 # --- views and permutations -----------------------------------------------------------------------
@@ -77,7 +77,7 @@ def roll(flow: Flow, op: Op) -> None:
     axes = {source.axis(axis) for axis in (op.args[2] if len(op.args) > 2 else ())}
     for layer in flow.layers(source):
         if not axes or axes & set(support(layer)):
-            flow.labels.freeze(layer, because(op, "channels are rolled"))
+            flow.labels.freeze(layer, because(op, "channels are rolled", remedy=POINTWISE))
     movement(flow, op)
 
 
@@ -86,7 +86,9 @@ def unfold(flow: Flow, op: Op) -> None:
     source, axis = op.args[0], op.args[0].axis(op.args[1])
     for layer in flow.layers(source):
         if axis in support(layer):
-            flow.labels.freeze(layer, because(op, "unfold takes windows of channels"))
+            flow.labels.freeze(
+                layer, because(op, "unfold takes windows of channels", remedy=POINTWISE)
+            )
     movement(flow, op)
 
 
