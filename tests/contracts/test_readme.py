@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import polarprune as pp
+from polarprune.experiments.data.own import open_own
 from tests.helpers.nets import digits_resnet
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +55,9 @@ def test_code_in_the_documents_runs(block, tmp_path, monkeypatch, capsys, alone)
     if "small" in scope:
         assert (tmp_path / "small.safetensors").exists()
         assert scope["pruner"].cost()["macs"] <= 0.5 * scope["pruner"].graph.cost.original()["macs"]
+    elif "make_data" in scope:
+        (tmp_path / "data.py").write_text(block)
+        assert open_own("data.py:make_data").counts == (80, 20)
     elif "parts" in scope:
         stored = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
         assert all("polarprune_state" in one for one in (stored[0], scope["parts"][0].state_dict()))

@@ -1038,7 +1038,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("export small.safetensors --shape 1,3 --to x.pt2", "unknown network; pass --model"),
     (f"export small.safetensors --shape 1,3 --to x.pt2 --model {DIGITS}", "of another model"),
     ("eval none --data cifar10:x", "load: there is no file none. Give a file"),
-    ("eval small.safetensors --data cifar10:x", "its card names the network None, which is not"),
+    ("eval small.safetensors --data cifar10:x", "factory (its card names the network None"),
     ("report none", "none: not the report.json of a run"),
     ("report text", "this is not what Report.to_json() writes"),
     ("report strange.json", "this is not what Report.to_json() writes"),

@@ -287,7 +287,7 @@ def test_published_weights_stand_in_for_a_baseline(
         asked.append((name, weights))
         return published
 
-    monkeypatch.setattr("polarprune.experiments.runs.run.from_torchvision", found)
+    monkeypatch.setattr("polarprune.experiments.runs.start.from_torchvision", found)
     run = Run(
         Settings("tiny", "imagenet", pretrained="BEST"),
         open_imagenet(pictures(tmp_path / "data")),

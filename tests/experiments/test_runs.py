@@ -600,7 +600,7 @@ def test_a_sweep_prunes_one_baseline_to_several_budgets(tmp_path: Path) -> None:
     out = tmp_path / "out"
     start = ["sweep", "tiny", "--data", f"cifar10:{tmp_path}", "--device", "cpu", "--out", str(out)]
     start += ["--set", "epochs=2", "--set", "baseline_epochs=1"]
-    start += ["--macs", "0.7", "--macs", "0.4", "--macs", "0.7"]
+    start += ["--no-ray", "--macs", "0.7", "--macs", "0.4", "--macs", "0.7"]
     done = runner.invoke(app, start)
     assert done.exit_code == 0, done.output
     rows = json.loads((out / "sweep.json").read_text())
@@ -628,6 +628,9 @@ def test_a_sweep_prunes_one_baseline_to_several_budgets(tmp_path: Path) -> None:
         (["--macs", "0.5", "--method", "foo"], "unknown method 'foo'"),
         (["--macs", "0.5", "--out", "{}/text"], "is a file"),
         (["--macs", "0.5", "--macs", "0.0001"], "lowest"),
+        (["--macs", "0.5,x"], "--macs x: give fractions, as --macs 0.7,0.5."),
+        (["--macs", "0.5", "--seeds", "0"], "--seeds 0: give at least 1."),
+        (["--macs", "0.5", "--threads", "-1"], "--threads -1: give a number of threads"),
     ],
 )
 def test_a_sweep_that_cannot_be_is_not_begun(given: list[str], said: str, tmp_path: Path) -> None:

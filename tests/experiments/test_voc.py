@@ -275,7 +275,7 @@ def test_deeplab_begins_with_torchvisions_weights(
         asked.append((name, weights))
         return published
 
-    monkeypatch.setattr("polarprune.experiments.runs.run.from_torchvision", found)
+    monkeypatch.setattr("polarprune.experiments.runs.start.from_torchvision", found)
     monkeypatch.setitem(NETWORKS, "deeplabv3plus", lambda: copy.deepcopy(deeplab))
     torch.save(published.state_dict(), tmp_path / "resnet50.pth")
     recipe = replace(PRESETS["deeplabv3plus"], baseline_epochs=0, batch=2)

@@ -312,7 +312,7 @@ def command(*given: Any) -> Callable[[], None]:
 
 
 def training(data: Path, out: Path, word: str = "train") -> Callable[[], None]:
-    budgets = ["--macs", 0.5] if word == "train" else ["--macs", 0.6, "--macs", 0.4]
+    budgets = ["--macs", 0.5] if word == "train" else ["--macs", "0.6,0.4", "--no-ray"]
     return command(
         word, "endurance", "--data", f"cifar10:{data}", "--device", "cpu", "--out", out, *budgets
     )

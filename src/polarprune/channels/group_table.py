@@ -28,6 +28,27 @@ def state_of(group: Group) -> str:
     return "prunable"
 
 
+def folded(notes: Sequence[str]) -> list[str]:
+    """Return notes without repetitions: those that differ only in the module become one.
+
+    >>> folded(["a.qkv: keeps one channel", "slow", "b.qkv: keeps one channel"])
+    ['a.qkv (and 1 more): keeps one channel', 'slow']
+    """
+    modules: dict[str, list[str]] = {}
+    for note in notes:
+        module, _, text = note.partition(": ")
+        if not text or " " in module:
+            module, text = "", note
+        modules.setdefault(text, []).append(module)
+    return [_subject(found) + text for text, found in modules.items()]
+
+
+def _subject(modules: list[str]) -> str:
+    """Return the first module and how many more there are, as the start of a note."""
+    more = f" (and {len(modules) - 1} more)" if len(modules) > 1 else ""
+    return f"{modules[0]}{more}: " if modules[0] else ""
+
+
 def _row(group: Group, price: tuple[float, float] | None) -> tuple[str, ...]:
     """Return the cells of a group. A frozen group has no price."""
     macs, params = (f"{share:.3%}" for share in price) if price else ("", "")
@@ -69,7 +90,7 @@ def _remarks(graph: Graph) -> list[str]:
         f"unknown operation: {name} in {where}; teach it with rules={{torch.ops.…: rule}}"
         for name, where in graph.unknown.items()
     ]
-    lines += [f"note: {note}" for note in graph.notes]
+    lines += [f"note: {note}" for note in folded(graph.notes)]
     if graph.with_norms:
         lines.append(
             f"note: norms=True may make {graph.with_norms} more channels prunable, "

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
+
 import typer
 
+from .console import say
 from .lazy import LazyGroup, add_placeholders
 from .model_commands import bench, export, inspect
 from .report_commands import demo, report
@@ -13,8 +17,26 @@ app = typer.Typer(
 )
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        say(f"polarprune {_version()}")
+        raise typer.Exit
+
+
+def _version() -> str:
+    try:
+        return version("polarprune")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
 @app.callback()
-def _polarprune() -> None:
+def _polarprune(
+    _: Annotated[
+        bool,
+        typer.Option("--version", help="print the version", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
     """Prune PyTorch models to a preset budget while they train."""
 
 

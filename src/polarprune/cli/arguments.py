@@ -1,47 +1,23 @@
-"""Arguments that several commands share: a factory for the model, and shapes of its inputs."""
+"""Arguments that several commands share: the name of a model, shapes of its inputs, `--json`."""
 
 from __future__ import annotations
 
-import importlib
-import sys
 from typing import Annotated
 
 import torch
 import typer
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import PruneError
+from ..factories import FORMS
 
-ModelArgument = Annotated[
-    str, typer.Argument(help="package.module:factory, a callable that returns the model")
-]
+ModelArgument = Annotated[str, typer.Argument(help=FORMS)]
+ModelOption = Annotated[str, typer.Option(help=f"the original model, if it is your own: {FORMS}")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON, and nothing else on stdout")]
 ShapeOptions = Annotated[
     list[str],
     typer.Option("--shape", help="shape of an input: 1,3,224,224 or, with a type, 1,16:int64"),
 ]
-
-
-def model_from(factory: str) -> nn.Module:
-    """Return the model that `package.module:factory` makes.
-
-    The current folder is searched for the module, too.
-
-    Raises:
-        PruneError: If the module cannot be imported, or the factory fails.
-    """
-    sys.path.insert(0, "")
-    path, _, name = factory.partition(":")
-    if not path or not name:
-        raise PruneError(f"{factory}: give package.module:factory, as torchvision.models:resnet18.")
-    try:
-        model = getattr(importlib.import_module(path), name)()
-    except Exception as error:  # the user's code may raise anything
-        raise PruneError(
-            f"{factory}: the model could not be made: {error!r}. Give package.module:factory."
-        ) from error
-    if not isinstance(model, nn.Module):
-        raise PruneError(f"{factory}: it returned a {type(model).__name__}; give a model factory.")
-    return model
 
 
 def inputs_from(shapes: list[str]) -> tuple[Tensor, ...]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -18,6 +21,21 @@ console = Console(emoji=False)
 def say(text: str) -> None:
     """Print a text as it is: without markup, colours or line breaks."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def say_json(found: object) -> None:
+    """Print plain data as JSON on stdout."""
+    typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
+
+
+@contextmanager
+def texts_on_stderr(wanted: bool) -> Iterator[None]:
+    """Context manager: with `--json`, print everything that `say_json` does not print on stderr."""
+    before, console.stderr = console.stderr, wanted or console.stderr
+    try:
+        yield
+    finally:
+        console.stderr = before
 
 
 def bar() -> Progress:

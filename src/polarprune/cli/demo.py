@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..cost.timing import environment, side_by_side
+from ..cost.timing import compare_speed, environment
 from ..report.report import Report
 from ..training.pruner import Pruner
 from ..validation.optional_packages import optional_package
@@ -162,7 +162,12 @@ class Demo:
         self.fit(tuned, self.settings.tune_epochs, self.settings.tune_lr, "fine-tune")
         table.append(_row("after fine-tuning", accuracy(tuned, self.data), left))
         results["table"] = table
-        results["latency_ms"] = latency(unpruned, small, self.data.test_x[:64])
+        results["file"] = "small.safetensors"
+        results["make"] = {
+            "imports": "from polarprune.cli.demo import DigitsNet",
+            "call": "DigitsNet()",
+        }
+        results["latency_ms"] = compare_speed(unpruned, small, self.data.test_x[:64])
         return replace(report, results=results), tuned
 
     def prune(self) -> Pruner:
@@ -219,9 +224,3 @@ def compare(gated: nn.Module, small: nn.Module, x: Tensor) -> dict[str, Any]:
         "test_images": len(x),
         "largest_difference": float((left - right).abs().max()),
     }
-
-
-def latency(before: nn.Module, after: nn.Module, x: Tensor, runs: int = 60) -> dict[str, Any]:
-    """Measure the median time of a forward pass in milliseconds; the two models take turns."""
-    found = side_by_side({"before": before, "after": after}, x, runs=runs)
-    return {**{name: one.median for name, one in found.items()}, "runs": runs, "batch": len(x)}

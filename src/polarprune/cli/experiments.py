@@ -5,52 +5,39 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from ..errors import PruneError
-from ..experiments.data.table import DATA_SETS, open_data
+from ..experiments.data.table import open_data
 from ..experiments.data.task import Task
-from ..experiments.methods.table import ALL_METHODS, check
-from ..experiments.networks.table import NETWORKS
-from ..experiments.presets import PRESETS, preset
-from ..experiments.processes import process_group, rank_and_count
-from ..experiments.runs.files import read_json, write_json
-from ..experiments.runs.prune import prune
-from ..experiments.runs.pruned_file import rebuild
+from ..experiments.methods.table import check
+from ..experiments.processes import rank_and_count
+from ..experiments.runs.pruned_file import COST_NUMBERS, rebuild
 from ..experiments.runs.run import Run
+from ..experiments.runs.start import check_network
+from ..experiments.runs.trials import prepare, run_to_end
 from ..experiments.settings import Settings
-from ..files.writing import replacing
-from ..report.plots import save_curve
-from .console import bar, console, device_of, fail, line, say
+from .arguments import AsJson, ModelOption
+from .console import console, device_of, fail, say, say_json, texts_on_stderr
+from .run_options import (
+    Baseline,
+    Changes,
+    DataName,
+    Device,
+    HoldOut,
+    MethodName,
+    Network,
+    Seed,
+    parse_changes,
+    shown_progress,
+)
+from .sweep import sweep
 
 app = typer.Typer(add_completion=False)
-Network = Annotated[str, typer.Argument(help="a preset: " + ", ".join(PRESETS))]
-DataName = Annotated[str, typer.Option(help=", ".join(f"{kind}:DIR" for kind in DATA_SETS))]
-MethodName = Annotated[str, typer.Option(help="gdp is ours; to compare: " + ", ".join(ALL_METHODS))]
-Baseline = Annotated[
-    Path | None, typer.Option(help="weights of the original network; trained and written if absent")
-]
-Changes = Annotated[
-    list[str] | None, typer.Option("--set", help="change a setting of the preset: epochs=100")
-]
-Seed = Annotated[int | None, typer.Option(help="seed of all random numbers")]
-HoldOut = Annotated[
-    int, typer.Option(help="score on this many training images instead of the test set")
-]
-Device = Annotated[str, typer.Option(help="cpu or cuda; by default cuda if torch finds a GPU")]
-
-
-def knows(network: str) -> bool:
-    """Return True if `rebuild` can make a network of this name."""
-    return network in NETWORKS
 
 
 # --- train ----------------------------------------------------------------------------------------
@@ -83,6 +70,7 @@ def train(
         int, typer.Option(help="run this many steps; print time, memory and the planned cost")
     ] = 0,
     device: Device = "",
+    as_json: AsJson = False,
 ) -> None:
     """Train a network, prune it to a budget while it trains, and score the small network."""
     limits = {"macs": macs, "params": params, "lam": lam}
@@ -90,19 +78,23 @@ def train(
     try:
         if given:
             check(method, given)
-        wanted, found = _prepared(network, data, change, seed, hold_out)
+        wanted, found = prepare(network, data, parse_changes(change, seed), hold_out)
         if dry_run < 0:
             raise PruneError(f"--dry-run {dry_run}: give a number of steps.")
-        with _progress(device) as (here, show):
+        with texts_on_stderr(as_json), shown_progress(device) as (here, show):
             run = Run(wanted, found, out, device=here, progress=show)
             if dry_run:
                 _rehearse(run, dry_run, given, baseline or out / "baseline.safetensors")
                 return
-            card = _pruned(run, method, given, hold_out, baseline, start)
+            card = run_to_end(run, method, given, hold_out, baseline, start)
     except PruneError as error:
         fail(error)
-    if card is not None:
+    if as_json and rank_and_count()[0] == 0:
+        say_json(card)
+    elif given:
         _show_card(card, found, out)
+    else:
+        console.print(f"baseline: {found.shown(card[found.measure])}", markup=False)
 
 
 def _show_card(card: dict[str, Any], task: Task, out: Path) -> None:
@@ -116,73 +108,6 @@ def _show_card(card: dict[str, Any], task: Task, out: Path) -> None:
         f" Written to {out}/",
         markup=False,
     )
-
-
-def _prepared(
-    network: str, data: str, change: list[str] | None, seed: int | None, hold_out: int
-) -> tuple[Settings, Task]:
-    """Return the settings of a preset with its changes, and the data that it is for."""
-    own = {} if seed is None else {"seed": seed}
-    wanted = preset(network, **{**_changes(change or []), **own})
-    found = open_data(data, wanted)
-    if not 0 <= hold_out < found.counts[0]:
-        raise PruneError(
-            f"--hold-out {hold_out}: give a number from 0 to {found.counts[0] - 1:,}, less than "
-            f"the number of training examples."
-        )
-    return wanted, found.held_out(hold_out) if hold_out else found
-
-
-def _changes(given: list[str]) -> dict[str, Any]:
-    """Parse key=value pairs; `schedule.done=0.4` changes the schedule of the recipe."""
-    found: dict[str, Any] = {}
-    for text in given:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise PruneError(f"--set {text}: give name=value, as --set epochs=100.")
-        try:
-            found[key] = json.loads(value)
-        except json.JSONDecodeError:
-            found[key] = value
-    return found
-
-
-@contextmanager
-def _progress(device: str) -> Iterator[tuple[str, Callable[[dict[str, Any]], None]]]:
-    """Give the device of this process, and a function that shows a row of the log."""
-    with process_group(device_of(device)) as here, bar() as shown:
-        console.quiet = rank_and_count()[0] > 0
-        task = shown.add_task("starting", total=None, info="", visible=False)
-
-        def show(row: dict[str, Any]) -> None:
-            done, total, text = row["epoch"], row["epochs"], line(row)
-            shown.update(task, completed=done, total=total, visible=True)
-            shown.update(task, description=row["stage"], info=text)
-            if not console.is_terminal:  # a log file shows no bar
-                say(f"{row['stage']} {done}/{total}  {text}")
-
-        yield here, show
-
-
-def _pruned(
-    run: Run,
-    method: str,
-    given: dict[str, float],
-    hold_out: int,
-    baseline: Path | None,
-    start: Path | None = None,
-) -> dict[str, Any] | None:
-    """Return the card of a run, which may be finished already; None without a budget."""
-    run.claim({"method": method, "budget": given, "hold_out": hold_out})
-    done = run.finished() if given else None
-    if done is not None:
-        return done
-    run.check(given, baseline)
-    model = run.baseline(baseline, start)
-    if given:
-        return prune(run, model, method, **given)
-    console.print(f"baseline: {run.data.shown(run.score(model))}", markup=False)
-    return None
 
 
 def _rehearse(run: Run, steps: int, given: dict[str, float], baseline: Path) -> None:
@@ -203,78 +128,7 @@ def _rehearse(run: Run, steps: int, given: dict[str, float], baseline: Path) -> 
         say("with lam= the remaining cost is not known in advance")
 
 
-# --- sweep ----------------------------------------------------------------------------------------
-
-
-@app.command()
-def sweep(
-    network: Network,
-    data: DataName,
-    macs: Annotated[list[float], typer.Option(help="a budget, as in train; repeat the option")],
-    method: MethodName = "gdp",
-    out: Annotated[Path, typer.Option(help="folder for a run of each budget, and the curve")] = (
-        Path("runs/sweep")
-    ),
-    baseline: Baseline = None,
-    change: Changes = None,
-    seed: Seed = None,
-    hold_out: HoldOut = 0,
-    device: Device = "",
-) -> None:
-    """Prune one network to several budgets, and score the small network at each of them."""
-    try:
-        for share in macs:
-            check(method, {"macs": share})
-        wanted, found = _prepared(network, data, change, seed, hold_out)
-        with _progress(device) as (here, show):
-            first = Run(wanted, found, out, device=here, progress=show)
-            first.claim({"method": method, "budget": {}, "hold_out": hold_out})
-            first.check({"macs": min(macs)}, baseline)
-            first.baseline(baseline)
-            trained = baseline or out / "baseline.safetensors"
-            for share in sorted(set(macs)):
-                run = Run(wanted, found, out / f"macs-{share}", device=here, progress=show)
-                _pruned(run, method, {"macs": share}, hold_out, trained)
-            rows = _write_curve(out, found.measure)
-    except PruneError as error:
-        fail(error)
-    _show_curve(rows, found)
-    console.print(
-        f"Written to {out}/: sweep.json, sweep.png, and a folder for each budget", markup=False
-    )
-
-
-def _write_curve(out: Path, measure: str) -> list[dict[str, float]]:
-    """Collect the cards of all runs in the folder; the first process writes table and picture."""
-    cards = [read_json(file) for file in out.glob("macs-*/card.json")]
-    rows = sorted((_point(card) for card in cards), key=lambda row: -row["budget"])
-    if rank_and_count()[0] == 0:
-        write_json(out / "sweep.json", rows)
-        with replacing(out / "sweep.png") as new:
-            save_curve(rows, measure, new)
-    return rows
-
-
-def _point(card: dict[str, Any]) -> dict[str, float]:
-    """Return one point of the curve; costs are fractions of the original."""
-    first, last = card["table"][0], card["table"][-1]
-    return {
-        "budget": card["budget"]["macs"],
-        "macs": card["macs_share"],
-        "params": card["params_share"],
-        "score": last[card["measure"]],
-        "baseline": first[card["measure"]],
-    }
-
-
-def _show_curve(rows: list[dict[str, float]], task: Task) -> None:
-    table = Table(box=None, padding=(0, 1))
-    for column in ("budget", "MACs", "params", task.measure, "baseline"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        scores = (task.shown(row[key]) for key in ("score", "baseline"))
-        table.add_row(f"{row['budget']:.2%}", f"{row['macs']:.2%}", f"{row['params']:.2%}", *scores)
-    console.print(table)
+app.command()(sweep)
 
 
 # --- eval -----------------------------------------------------------------------------------------
@@ -284,27 +138,42 @@ def _show_curve(rows: list[dict[str, float]], task: Task) -> None:
 def evaluate(
     file: Annotated[Path, typer.Argument(help="a model of the zoo, or one that train wrote")],
     data: DataName,
+    model: ModelOption = "",
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    as_json: AsJson = False,
 ) -> None:
     """Rebuild a pruned network from its file and score it."""
     try:
-        model, card = rebuild(file)
+        small, card = rebuild(file, model)
         device = device_of(device)
-        recipe = card.get("recipe")
-        kind = recipe.get("data", "cifar10") if isinstance(recipe, dict) else "cifar10"
-        task = open_data(data, Settings(card["network"], kind)).to(device)
+        task = open_data(data, _data_settings(card)).to(device)
+        check_network(small.to(device), card["network"], task)
         start = time.perf_counter()
-        found = task.score(task.answers(model.to(device)))
+        score = task.score(task.answers(small))
     except PruneError as error:
         fail(error)
+    seconds = time.perf_counter() - start
+    if as_json:
+        facts = {key: card[key] for key in ("network", *COST_NUMBERS)}
+        measured = {"measure": task.measure, "score": score, "stated": card.get(task.measure)}
+        say_json({**facts, **measured, "examples": task.counts[1], "seconds": seconds})
+        return
     console.print(
         f"{file.name}: {card['network']}, {card['macs'] / 1e6:.2f} M MACs "
         f"({card['macs_share']:.2%}), {card['params'] / 1e6:.3f} M params "
         f"({card['params_share']:.2%})\n"
-        f"{task.measure} {task.shown(found)} on {task.counts[1]:,} images in "
-        f"{time.perf_counter() - start:.0f} s (its card: {_stated_score(card, task)})",
+        f"{task.measure} {task.shown(score)} on {task.counts[1]:,} images in "
+        f"{seconds:.0f} s (its card: {_stated_score(card, task)})",
         markup=False,
     )
+
+
+def _data_settings(card: dict[str, Any]) -> Settings:
+    """Return what a card says about the data that its network is for."""
+    recipe = card.get("recipe")
+    told = recipe if isinstance(recipe, dict) else {}
+    crop = told.get("crop", 0)
+    return Settings(card["network"], told.get("data", "cifar10"), crop=crop)
 
 
 def _stated_score(card: dict[str, Any], task: Task) -> str:

@@ -16,6 +16,7 @@ from ..files.writing import make_folder, replacing, write_text
 from ..report.plots import save_gate_histogram
 from ..report.report import Report
 from ..validation.arguments import check_settings
+from .arguments import AsJson
 from .console import bar, console, fail, line
 from .demo import Demo, Settings
 
@@ -99,6 +100,7 @@ def _stages(report: Report, title: str) -> Table:
 def report(
     file: Annotated[Path, typer.Argument(help="the report.json of a run")],
     html: Annotated[Path | None, typer.Option(help="write an HTML page to this file")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Print the report of a run, or write it as an HTML page."""
     try:
@@ -109,5 +111,7 @@ def report(
         fail(error)
     except Exception as error:  # the file may hold anything
         fail(PruneError(f"{file}: not the report.json of a run ({error!r}). Give that file."))
-    if not html:
+    if as_json:
+        typer.echo(found.to_json())
+    elif not html:
         console.print(str(found), soft_wrap=True, markup=False)

@@ -70,7 +70,7 @@ class Budget:
         self.limits = limits
         self.original = {key: max(value, 1) for key, value in self.cost.original().items()}
         self.owner = torch.tensor([i for i, g in enumerate(groups) for _ in range(g.size)])
-        self.multiple = _multiples(graph, multiple_of)
+        self.multiple = multiples(graph, multiple_of)
         sizes = self.cost.full.long()
         least = torch.tensor([g.minimum for g in groups])
         blocks = torch.div(least + self.multiple - 1, self.multiple, rounding_mode="floor")
@@ -321,7 +321,7 @@ def _importance(alpha: Tensor, importance: Tensor | None) -> Tensor:
     return alpha.abs().double() if importance is None else importance
 
 
-def _multiples(graph: Graph, multiple_of: int) -> Tensor:
+def multiples(graph: Graph, multiple_of: int) -> Tensor:
     """Return for each group how many units make up a multiple; a unit may be several channels."""
     found = dict.fromkeys(graph.prunable, 1)
     groups = list(graph.prunable.values())

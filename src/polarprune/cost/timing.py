@@ -39,6 +39,19 @@ class Timing:
         return statistics.median(self.milliseconds)
 
     @property
+    def quartiles(self) -> tuple[float, float]:
+        """The times that a quarter and three quarters of the runs do not exceed."""
+        ordered = sorted(self.milliseconds)
+        last = len(ordered) - 1
+        return ordered[round(last / 4)], ordered[round(3 * last / 4)]
+
+    @property
+    def spread(self) -> float:
+        """Half of the distance between the quartiles, in milliseconds."""
+        low, high = self.quartiles
+        return (high - low) / 2
+
+    @property
     def throughput(self) -> float:
         """Samples per second."""
         return 1e3 * self.batch / self.median
@@ -60,6 +73,15 @@ def side_by_side(
         )
         for name, model in models.items()
     }
+
+
+def compare_speed(
+    before: nn.Module, after: nn.Module, example: Example, *, runs: int = 60
+) -> dict[str, float | int]:
+    """Return the median milliseconds of two models: `latency_ms` in the results of a report."""
+    found = side_by_side({"before": before, "after": after}, example, runs=runs)
+    medians = {name: one.median for name, one in found.items()}
+    return {**medians, "runs": runs, "batch": found["after"].batch}
 
 
 def take_turns(

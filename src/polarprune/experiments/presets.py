@@ -7,9 +7,11 @@ size for CIFAR-10), the usual one is used.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ..errors import PruneError
+from ..factories import FORMS
 from ..training.schedule import Schedule
 from .settings import Settings, changed
 
@@ -145,6 +147,24 @@ PRESETS = {
 }
 
 
+# For a network of the user's own: common values, which are not tuned for it.
+_OWN = Settings("", baseline_epochs=30, epochs=60, batch=64, baseline_lr=0.05, lr=0.05)
+
+
+def own_settings(network: str, data: str, **changes: object) -> Settings:
+    """Return the settings for a network of the user's own, with some fields changed.
+
+    Args:
+        network: `file.py:factory`, `timm:NAME` and so on.
+        data: Kind of the data.
+        **changes: As in `preset`.
+
+    Raises:
+        PruneError: A field is unknown, or a value is refused.
+    """
+    return _changed(replace(_OWN, network=network, data=data), changes)
+
+
 def preset(name: str, **changes: object) -> Settings:
     """Return the settings of a preset, with some fields changed.
 
@@ -156,8 +176,13 @@ def preset(name: str, **changes: object) -> Settings:
         PruneError: The preset or a field is unknown, or a value is refused.
     """
     if name not in PRESETS:
-        raise PruneError(f"unknown preset {name!r}. Presets: {', '.join(PRESETS)}.")
-    settings = PRESETS[name]
+        raise PruneError(
+            f"unknown preset {name!r}. Presets: {', '.join(PRESETS)}. Or give {FORMS}."
+        )
+    return _changed(PRESETS[name], changes)
+
+
+def _changed(settings: Settings, changes: Mapping[str, object]) -> Settings:
     for key, value in changes.items():
         settings = changed(settings, key, value)
     return settings

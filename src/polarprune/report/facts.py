@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from .report import Report
 
 TITLE = "polarprune report"
+FILE = "small.safetensors"  # the usual name of a small model
+_ODD = 8  # channels: kernels are made for multiples of this
 RESOURCE_NAMES = {
     "macs": "MACs",
     "params": "params",
@@ -83,6 +85,17 @@ def sentence(text: str) -> str:
     return text[:1].upper() + text[1:] + "."
 
 
+def model_name(report: Report) -> str:
+    """Return the name of the network, or else that of its class; empty in older reports."""
+    return str(report.results.get("network") or report.model.rpartition(".")[2])
+
+
+def title(report: Report) -> str:
+    """Return what the report is about, as a headline."""
+    name = model_name(report)
+    return f"{TITLE}: {name}" if name else TITLE
+
+
 # --- facts ----------------------------------------------------------------------------------------
 
 
@@ -135,13 +148,17 @@ def _latency(report: Report) -> list[Fact]:
     latency = report.results.get("latency_ms") or {}
     if "after" not in latency:
         return []
-    details = []
+    after, details = f"{latency['after']:.3g} ms", []
     if "before" in latency:
-        speedup = latency["before"] / latency["after"] if latency["after"] else math.inf
-        details.append(f"before {latency['before']:.3g} ms, {speedup:.2f} times as fast")
+        details.append(f"{after} after, {latency['before']:.3g} ms before")
+    if "batch" in latency:
+        details.append(f"batch of {latency['batch']}")
     if "runs" in latency:
-        details.append(f"{latency['runs']} runs")
-    return [Fact("latency", f"{latency['after']:.3g} ms", "; ".join(details))]
+        details.append(f"median of {latency['runs']} runs")
+    if "before" not in latency:
+        return [Fact("latency", after, "; ".join(details))]
+    speedup = latency["before"] / latency["after"] if latency["after"] else math.inf
+    return [Fact("speed", f"{speedup:.2f} times as fast", "; ".join(details))]
 
 
 def _difference(report: Report) -> Fact:
@@ -151,6 +168,26 @@ def _difference(report: Report) -> Fact:
     modes = ", ".join(f"{mode} {_scientific(gap)}" for mode, gap in report.proof.items())
     detail = f"small model against gated model, relative: {modes}"
     return Fact(name, _scientific(max(report.proof.values())), detail)
+
+
+def odd_widths(report: Report) -> list[str]:
+    """Warn of kept widths that are not multiples of 8; empty if there are none."""
+    odd = [group for group in report.groups if _is_odd(group)]
+    if not odd:
+        return []
+    prunable = sum(not group["reason"] for group in report.groups)
+    example = f"{odd[0]['name']}: {odd[0]['after']} of {odd[0]['before']}"
+    return [
+        f"{len(odd)} of {prunable} groups end at a width that is not a multiple of {_ODD} "
+        f"({example}). Many kernels are slower there: pass multiple_of={_ODD}."
+    ]
+
+
+def _is_odd(group: JsonObject) -> bool:
+    """Return whether a group was cut to a width that is not a multiple of 8."""
+    units = group.get("multiple")  # so many make up a multiple of 8; a unit may be a whole head
+    cut = not group["reason"] and group["after"] < group["before"]
+    return bool(units) and cut and group["before"] >= units and group["after"] % units > 0
 
 
 def prediction_checks(report: Report) -> list[str]:

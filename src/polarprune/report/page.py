@@ -11,20 +11,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..channels.group_table import folded
 from ..validation.optional_packages import optional_package
 from .facts import (
-    TITLE,
     JsonObject,
     accuracy_facts,
     cost_facts,
     frozen_reason,
     goal,
     measured_facts,
+    odd_widths,
     origin,
     prediction_checks,
     sentence,
     stage_table,
+    title,
 )
+from .loading import loading_lines
 from .plots import cost_chart, epsilon_chart, gates_chart, histogram_chart, lambda_chart
 from .svg import inline_svg
 
@@ -87,7 +90,8 @@ def page_content(report: Report) -> dict[str, object]:
     """Return what the template shows, under the names that it uses."""
     stages = stage_table(report)
     return {
-        "title": TITLE,
+        "title": title(report),
+        "warnings": odd_widths(report),
         "goal": sentence(goal(report)),
         "facts": [*cost_facts(report), *accuracy_facts(report), *measured_facts(report)],
         "stage_head": stages[0] if stages else (),
@@ -97,7 +101,8 @@ def page_content(report: Report) -> dict[str, object]:
         "histograms": _histograms(report),
         "widths": _widths(report),
         "frozen": _frozen(report),
-        "notes": report.notes,
+        "notes": folded(report.notes),
+        "load": "\n".join(loading_lines(report)),
         "origin": origin(report),
     }
 

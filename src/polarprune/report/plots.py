@@ -113,9 +113,7 @@ def _line_chart(curves: Sequence[Curve], y_name: str, *, log: bool = False) -> F
         panel.yaxis.set_major_formatter("{x:,.6g}")
     _style(panel)
     if len(curves) > 1:
-        figure.legend(
-            loc="outside upper left", ncols=2, frameon=False, labelcolor=INK, fontsize="small"
-        )
+        figure.legend(loc="outside upper left", ncols=2, frameon=False, labelcolor=INK, fontsize=9)
     return figure
 
 
@@ -181,11 +179,12 @@ def save_gate_histogram(report: Report, path: str | PathLike[str]) -> None:
     figure.savefig(path, format="png", dpi=200)
 
 
-def save_curve(rows: list[dict[str, float]], measure: str, path: str | PathLike[str]) -> None:
-    """Write the result of a sweep as PNG: the score over the remaining MACs.
+def save_curve(rows: list[JsonObject], measure: str, path: str | PathLike[str]) -> None:
+    """Write the result of a sweep as PNG: the score over the remaining MACs, and the Pareto front.
 
     Args:
-        rows: For each budget `macs` (a fraction), `score` and `baseline`.
+        rows: For each trial `macs` (a fraction), `score`, `baseline` and `pareto` (whether it is on
+            the front).
         measure: Name of the score, for the axis.
         path: The file to write.
 
@@ -195,8 +194,12 @@ def save_curve(rows: list[dict[str, float]], measure: str, path: str | PathLike[
     figure = _figure(4.4, 3.2)
     panel = figure.subplots()
     _baseline(panel, rows[0]["baseline"])
-    left = [100 * row["macs"] for row in rows]
-    panel.plot(left, [row["score"] for row in rows], "o-", color=BLUE, ms=5)
+    front = sorted((100 * row["macs"], row["score"]) for row in rows if row["pareto"])
+    others = [(100 * row["macs"], row["score"]) for row in rows if not row["pareto"]]
+    panel.plot(*zip(*front, strict=True), "o-", color=BLUE, ms=5, label="Pareto front")
+    if others:
+        panel.plot(*zip(*others, strict=True), "o", color=MUTED, mfc="none", ms=5, label="others")
+        panel.legend(frameon=False, fontsize=9)
     panel.set(xlabel="MACs left (%)", ylabel=measure)
     panel.margins(0.08, 0.15)
     panel.grid(color=GRID)

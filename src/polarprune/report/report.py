@@ -21,6 +21,7 @@ _FIELD_TYPES = {
     "proof": dict,
     "notes": list,
     "results": dict,
+    "model": str,
 }
 _HISTORY_KEYS = {"step", "closed", "between", "eps", "lam", "histogram"}
 
@@ -35,7 +36,8 @@ class Report:
         before: Cost of the original model in every resource.
         after: Cost without the channels that are closed now.
         groups: For each group its `name`, the channels `before` and `after`, and the `reason` if
-            the group is frozen.
+            the group is frozen. `multiple`: how many of its units make up a width that is a
+            multiple of 8.
         history: A row for every time the host read the gates: step; macs, params, latency
             (fractions of the original); closed; between (gates in (0, 0.5]); eps; lam; histogram
             (of gate values, 20 bins).
@@ -44,7 +46,9 @@ class Report:
         notes: Remarks for the user.
         results: What was measured around the run. Every key is optional: table (rows of stage,
             accuracy, macs, params), identical_predictions, test_images, largest_difference,
-            latency_ms (before, after, runs), machine, versions.
+            latency_ms (before, after, runs, batch), machine, versions, file (of the small model),
+            make (`imports` and `call`: the code that makes the original model).
+        model: The class of the model, as a dotted name.
     """
 
     settings: JsonObject
@@ -55,6 +59,7 @@ class Report:
     proof: dict[str, float]
     notes: list[str]
     results: JsonObject = field(default_factory=dict)
+    model: str = ""
 
     def to_json(self) -> str:
         """Return the report as JSON text, which `from_json` reads.

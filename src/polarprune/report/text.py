@@ -6,19 +6,22 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..channels.group_table import folded
 from .facts import (
-    TITLE,
     Fact,
     Rows,
     cost_table,
     goal,
     group_table,
     measured_facts,
+    odd_widths,
     origin,
     prediction_checks,
     sentence,
     stage_table,
+    title,
 )
+from .loading import loading_lines
 
 if TYPE_CHECKING:
     from .report import Report
@@ -27,15 +30,20 @@ if TYPE_CHECKING:
 def plain_text(report: Report) -> str:
     """Return the report as aligned columns of plain text."""
     parts = [
-        [f"{TITLE}: {goal(report)}"],
+        [title(report), goal(report)],
         _aligned(cost_table(report)),
         _aligned(group_table(report), left=(0, 4)),
         _aligned(stage_table(report)),
         [_line(fact) for fact in measured_facts(report)],
         [*prediction_checks(report), *origin(report)],
-        [f"note: {note}" for note in report.notes],
+        [f"note: {note}" for note in _notes(report)],
+        loading_lines(report),
     ]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+
+def _notes(report: Report) -> list[str]:
+    return [*odd_widths(report), *folded(report.notes)]
 
 
 def _line(fact: Fact) -> str:
@@ -46,12 +54,13 @@ def markdown(report: Report) -> str:
     """Return the report as Markdown with tables."""
     remarks = [_escaped(line) for line in [*prediction_checks(report), *origin(report)]]
     parts = [
-        [f"# {TITLE}", "", _escaped(sentence(goal(report)))],
+        [f"# {_escaped(title(report))}", "", _escaped(sentence(goal(report)))],
         _pipe_table("Cost", cost_table(report)),
         _pipe_table("Before and after removal", stage_table(report)),
         _bullet_list("Measured", [*map(_bold_name, measured_facts(report)), *remarks]),
         _pipe_table("Groups", group_table(report), left=(0, 4)),
-        _bullet_list("Notes", [_escaped(note) for note in report.notes]),
+        _bullet_list("Notes", [_escaped(note) for note in _notes(report)]),
+        _code_block("Load the small model", loading_lines(report)),
     ]
     return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
 
@@ -93,3 +102,12 @@ def _pipe_table(title: str, rows: Rows, left: Sequence[int] = (0,)) -> list[str]
 
 def _bullet_list(title: str, lines: list[str]) -> list[str]:
     return [f"## {title}", "", *(f"- {line}" for line in lines)] if lines else []
+
+
+def _code_block(title: str, lines: list[str]) -> list[str]:
+    """Return lines of Python between fences that are longer than any run of backticks in them."""
+    if not lines:
+        return []
+    code = "\n".join(lines)
+    fence = "`" * (2 + max(1, *map(len, re.findall("`+", code)), 0))
+    return [f"## {title}", "", f"{fence}python", code, fence]

@@ -17,7 +17,9 @@ from torch.optim import Optimizer
 from ..analysis.trace import survey
 from ..channels.graph import Plan, plan_of
 from ..channels.propagation import Rule
+from ..cost.budget import multiples
 from ..errors import PruneError
+from ..report.loading import class_name
 from ..report.report import Report
 from ..surgery.apply import warn_of_hooks
 from ..surgery.proof import own_copy
@@ -265,6 +267,7 @@ class Pruner(PruningRun):
             >>> print(pruner.report())  # doctest: +SKIP
         """
         plan = self.plan()
+        units = dict(zip(self.graph.prunable, multiples(self.graph, 8).tolist(), strict=True))
         routed = [_ROUTED] if self.graph.tapes[0].depends_on_data else []
         groups = [
             {
@@ -272,6 +275,7 @@ class Pruner(PruningRun):
                 "before": group.size,
                 "after": len(plan.get(name, range(group.size))),
                 "reason": group.reason if group.frozen else "",
+                **({} if group.frozen else {"multiple": units[name]}),
             }
             for name, group in self.graph.groups.items()
         ]
@@ -284,6 +288,7 @@ class Pruner(PruningRun):
             proof=dict(self.proof),
             notes=[*self.graph.notes, *routed],
             results={"latency_ms": self._stopwatch.results} if self._stopwatch else {},
+            model=class_name(self.model),
         )
 
     # --- smaller models ---------------------------------------------------------------------------

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from typer.main import get_group
 from typer.testing import CliRunner
 
 import polarprune as pp
+from polarprune.channels.group_table import folded
 from polarprune.cli.app import app
 from polarprune.cli.demo import DigitsNet
 from polarprune.cli.experiments import app as experiments
@@ -89,6 +94,11 @@ def test_commands_of_the_library_do_not_load_the_experiments_and_others_do(folde
     assert "--hold-out" in done.stderr
 
 
+def test_ray_is_loaded_by_no_command_that_does_not_run_on_it() -> None:
+    done = python("import sys, polarprune.cli.sweep; print('ray' in sys.modules)")
+    assert done.stdout == "False\n", done.stderr
+
+
 def test_the_list_of_commands_says_what_the_commands_say_of_themselves() -> None:
     commands = get_group(experiments).commands
     assert {name: command.help for name, command in commands.items()} == LAZY_COMMANDS
@@ -109,6 +119,59 @@ def test_a_missing_package_is_named_with_the_extra(package: str) -> None:
         f"polarprune: the command line needs {package}. Install it with: "
         "pip install 'polarprune[cli]'"
     ]
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    done = CliRunner().invoke(app, ["--version"])
+    assert done.exit_code == 0 and done.output == f"polarprune {version('polarprune')}\n"
+
+
+def as_json(command: str, folder: Path) -> Any:
+    """What a command prints, which must be JSON and nothing else."""
+    done = CliRunner().invoke(app, [*command.replace("{}", str(folder)).split(), "--json"])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def test_inspect_prints_the_groups_as_json(folder: Path) -> None:
+    found = as_json(f"inspect {DIGITS} --shape 2,1,8,8", folder)
+    graph = pp.trace(DigitsNet(), torch.randn(2, 1, 8, 8))
+    assert [group["name"] for group in found["groups"]] == list(graph.groups)
+    assert found["cost"] == graph.cost.original() and found["unknown_operations"] == {}
+    stem, head = found["groups"][0], found["groups"][-1]
+    assert stem["price"]["macs"] == graph.cost.prices()["stem.0"][0] and not stem["frozen"]
+    assert head["frozen"] and head["price"] == {} and "model's output" in head["state"]
+
+
+def test_bench_prints_the_spread_of_the_times(folder: Path) -> None:
+    command = f"bench {DIGITS} --shape 2,1,8,8 --runs 8 --small {{}}/small.safetensors"
+    found = as_json(command, folder)
+    times = found["models"]["small.safetensors"]
+    low, high = times["quartiles"]
+    assert 0 < low <= times["milliseconds"] <= high and found["runs"] == 8
+    shown = CliRunner().invoke(app, command.replace("{}", str(folder)).split()).output
+    assert len(re.findall(r"\d\.\d\d ± \d\.\d\d", shown)) == 2 and "quartiles" in shown
+
+
+def test_report_prints_the_file_as_json(folder: Path) -> None:
+    assert as_json("report {}/report.json", folder) == json.loads(
+        (folder / "report.json").read_text()
+    )
+
+
+def test_a_note_about_several_modules_is_printed_once() -> None:
+    notes = [
+        "a.qkv: needs one",
+        "it is slow",
+        "b.qkv: needs one",
+        "b.qkv: other",
+        "c.qkv: needs one",
+    ]
+    assert folded(notes) == ["a.qkv (and 2 more): needs one", "it is slow", "b.qkv: other"]
+    graph = replace(pp.trace(DigitsNet(), torch.randn(2, 1, 8, 8)), notes=tuple(notes))
+    assert str(graph).count("needs one") == 1 and "note: a.qkv (and 2 more): needs one" in str(
+        graph
+    )
 
 
 def test_another_missing_module_is_not_hidden() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 import math
 import re
@@ -15,11 +16,16 @@ from typing import Any
 import pytest
 import torch
 from matplotlib.figure import Figure
+from torch import nn
 
 from polarprune import PruneError, Pruner
+from polarprune.cli.demo import DigitsNet
 from polarprune.report import plots
+from polarprune.report.facts import odd_widths, title
+from polarprune.report.loading import class_name, loading_lines
 from polarprune.report.plots import save_gate_histogram
 from polarprune.report.report import Report
+from polarprune.torch_internals.class_swaps import derive_class
 from tests.helpers.nets import digits_resnet
 
 HOSTILE = "</td><script>alert('x')</script>|`*<img src=\"http://evil\" onload=x>&"
@@ -194,7 +200,7 @@ def test_text_has_the_measurements() -> None:
     text = str(example(results=RESULTS))
     assert re.search(r"after fine-tuning +97.33 % +1,000,000 \(50.00 %\) +30,000 \(75.00 %\)", text)
     assert "largest difference: 3.0e-07" in text
-    assert "latency: 1.5 ms (before 3 ms, 2.00 times as fast; 50 runs)" in text
+    assert "speed: 2.00 times as fast (1.5 ms after, 3 ms before; median of 50 runs)" in text
     assert "predictions before and after removal: identical (540 test images)" in text
     assert "note: one thing to know" in text
 
@@ -230,6 +236,85 @@ def test_markdown_tables_have_equal_cells_in_every_row() -> None:
     assert "\\<script>" in text and not re.search(r"(?<!\\)<", text)
 
 
+# --- the name, how to load the file, widths -------------------------------------------------------
+
+
+@pytest.mark.parametrize("mark", [str, Report.to_markdown, Report.to_html])
+def test_every_view_names_the_model_and_says_how_to_load_it(mark: Any, real: Report) -> None:
+    shown = html.unescape(mark(real))
+    assert "polarprune report: Sequential" in shown
+    assert "from torch.nn import Sequential" in shown
+    assert 'small = pp.load("small.safetensors", model=Sequential(...))' in shown
+
+
+def test_the_lines_that_load_a_model_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = DigitsNet(), torch.randn(4, 1, 8, 8)
+    pruner = Pruner(model, x, macs=0.6, steps=2)
+    for _ in range(2):
+        pruner.step()
+    small = pruner.export().eval()
+    report = pruner.report()
+    assert report.model == "polarprune.cli.demo.DigitsNet"
+    code = "\n".join(loading_lines(report)).replace("(...)", "()")
+    monkeypatch.chdir(tmp_path)
+    scope = {"small": small}
+    exec(code, scope)
+    loaded = scope["small"].eval()
+    assert loaded is not small and torch.equal(loaded(x), small(x))
+
+
+def test_a_network_with_a_factory_is_loaded_by_it() -> None:
+    make = {"imports": "import timm", "call": 'timm.create_model("resnet18", num_classes=3)'}
+    results = {"network": "timm:resnet18", "file": "tuned.safetensors", "make": make}
+    lines = loading_lines(example(results=results, model="timm.models.resnet.ResNet"))
+    assert lines[-1] == (
+        'small = pp.load("tuned.safetensors", model=timm.create_model("resnet18", num_classes=3))'
+    )
+    assert "import timm" in lines and title(example(results=results)).endswith(": timm:resnet18")
+
+
+def test_there_is_nothing_to_load_before_the_export() -> None:
+    assert loading_lines(example(proof={}, model="a.B")) == []
+    assert loading_lines(example()) == []  # an older report, without the class
+
+
+def test_the_class_of_a_rewritten_model_is_the_users_own() -> None:
+    class Local(nn.Linear):
+        pass
+
+    derived = nn.Linear(2, 2)
+    derive_class(derived, {})
+    assert class_name(derived) == "torch.nn.Linear" and type(derived) is not nn.Linear
+    assert class_name(Local(2, 2)) == "Local"
+
+
+def test_odd_widths_are_named_with_the_remedy() -> None:
+    groups = [
+        {"name": "odd", "before": 32, "after": 13, "reason": "", "multiple": 8},
+        {"name": "even", "before": 32, "after": 16, "reason": "", "multiple": 8},
+        {"name": "uncut", "before": 13, "after": 13, "reason": "", "multiple": 8},
+        {"name": "heads of 64", "before": 12, "after": 5, "reason": "", "multiple": 1},
+        {"name": "narrow", "before": 4, "after": 3, "reason": "", "multiple": 8},
+        {"name": "frozen", "before": 15, "after": 15, "reason": "output"},
+    ]
+    wanted = "1 of 5 groups end at a width that is not a multiple of 8 (odd: 13 of 32)"
+    report = example(groups=groups)
+    for shown in (str(report), report.to_markdown().replace("\\", ""), report.to_html()):
+        assert wanted in shown and "pass multiple_of=8" in shown
+    assert odd_widths(example(groups=groups[1:])) == []
+
+
+def test_a_run_with_multiples_of_8_has_no_odd_widths() -> None:
+    found = []
+    for multiple in (1, 8):
+        pruner = Pruner(DigitsNet(32), torch.rand(4, 1, 8, 8), macs=0.6, steps=4,
+                        multiple_of=multiple)  # fmt: skip
+        for _ in range(4):
+            pruner.step()
+        found.append(odd_widths(pruner.report()))
+    assert found[0] and not found[1]
+
+
 # --- HTML -----------------------------------------------------------------------------------------
 
 
@@ -256,7 +341,8 @@ def test_page_follows_the_dark_scheme_and_lets_tables_scroll() -> None:
     drawn = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
     assert len(drawn) == 4 + 7
     assert not [svg for svg in drawn if re.search(r"#[0-9a-f]{6}(?![0-9a-f])", svg)]
-    assert text.count("<table>") == text.count('<div class="scroll"><table>') == 3
+    assert text.count("<table>") == text.count('<div class="scroll" tabindex="0"><table>') == 3
+    assert re.search(r"\.scroll {[^}]*overflow-x: auto", text)
 
 
 @pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])

@@ -49,6 +49,7 @@ class Cifar10(Task):
 
     train: Images
     test: Images
+    classes = 10
 
     def to(self, device: str | torch.device) -> Cifar10:
         return replace(self, train=self.train.to(device), test=self.test.to(device))

@@ -1,5 +1,6 @@
-"""ImageNet, or any photos in the layout of PyTorch's example: DIR/train/CLASS/…, DIR/val/CLASS/….
+"""Folders of photos: `imagenet:DIR` and, for networks of one's own, `folder:DIR`.
 
+The layout is that of PyTorch's example: DIR/train/CLASS/NAME.jpg and DIR/val/CLASS/NAME.jpg.
 Workers read the photos while the model trains. With `torchrun`, every process has its own GPU and
 its own part of each epoch.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from .photos import MEAN, STD
 from .task import Stream, Task, evaluating, held_out_order
 
 CPU = torch.device("cpu")
+SIDE = 224  # of the square that a model sees, in pixels
 _WORKERS = 8
 _TEST_BATCH = 128
 
@@ -42,11 +44,16 @@ class PhotoFolder(Protocol):
 
 @dataclass(frozen=True)
 class ImageNet(Task):
-    """Training photos and test photos, and the device that batches are moved to."""
+    """Training photos and test photos, and the device that batches are moved to.
+
+    `classes` is their number, and `side` that of the pixels of a square that a model sees.
+    """
 
     train: LabelledPhotos
     test: LabelledPhotos
     device: torch.device = CPU
+    classes: int | None = None
+    side: int = SIDE
 
     def to(self, device: str | torch.device) -> ImageNet:
         return replace(self, device=torch.device(device))
@@ -55,7 +62,7 @@ class ImageNet(Task):
         """Return a task that scores on training photos, with centre crops as for test photos."""
         order = held_out_order(_count(self.train))
         root = Path(cast(PhotoFolder, self.train).root)
-        centred = _open_folder(root, augment=False)
+        centred = _open_folder(root, self.side, augment=False)
         first, rest = order[:count].tolist(), order[count:].tolist()
         return replace(self, train=Subset(self.train, rest), test=Subset(centred, first))
 
@@ -146,44 +153,59 @@ class LoaderStream(Stream):
         return (output.argmax(1) == target).float().mean()
 
 
-def open_imagenet(folder: Path) -> ImageNet:
-    """Open the photos in `folder/train` and `folder/val`."""
+def open_imagenet(folder: Path, side: int = SIDE, kind: str = "imagenet") -> ImageNet:
+    """Open the photos in `folder/train` and `folder/val`.
+
+    Args:
+        folder: The folder of both.
+        side: Side of the square that a model sees, in pixels.
+        kind: The name of the data set, for messages.
+
+    Raises:
+        PruneError: A folder is missing or empty, or both have different classes.
+    """
     for part in ("train", "val"):
         if not (folder / part).is_dir():
             raise PruneError(
-                f"--data imagenet:{folder}: it has no folder {part}. Photos are expected as "
+                f"--data {kind}:{folder}: it has no folder {part}. Photos are expected as "
                 f"{part}/CLASS/NAME.jpg, as in PyTorch's ImageNet example."
             )
-    train, test = (_open_folder(folder / part, part == "train") for part in ("train", "val"))
-    if cast(PhotoFolder, train).classes != cast(PhotoFolder, test).classes:
+    train, test = (_open_folder(folder / part, side, part == "train") for part in ("train", "val"))
+    classes = cast(PhotoFolder, train).classes
+    if classes != cast(PhotoFolder, test).classes:
         raise PruneError(
-            f"--data imagenet:{folder}: train and val have different classes. Give both the same "
+            f"--data {kind}:{folder}: train and val have different classes. Give both the same "
             f"subfolders."
         )
-    return ImageNet(train, test)
+    return ImageNet(train, test, classes=len(classes), side=side)
 
 
-def _open_folder(path: Path, augment: bool) -> LabelledPhotos:
+def _open_folder(path: Path, side: int, augment: bool) -> LabelledPhotos:
     """Open photos as PyTorch's example does: random crops for training, else the centre."""
+    transforms, datasets = _torchvision()
+    crop = (
+        [transforms.RandomResizedCrop(side), transforms.RandomHorizontalFlip()]
+        if augment
+        else [transforms.Resize(side * 256 // 224), transforms.CenterCrop(side)]
+    )
+    last = [transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
     try:
-        from torchvision import transforms
-        from torchvision.datasets import ImageFolder
+        photos: LabelledPhotos = datasets.ImageFolder(str(path), transforms.Compose([*crop, *last]))
+    except FileNotFoundError as error:
+        raise PruneError(f"--data: {error}.") from error
+    return photos
+
+
+def _torchvision() -> tuple[Any, Any]:
+    """Return torchvision's transforms and data sets."""
+    try:
+        from torchvision import datasets, transforms
     except (ImportError, RuntimeError) as error:
         raise PruneError(
             f"reading photos needs torchvision, which cannot be imported ({error}): "
             f"pip install polarprune[vision]"
         ) from error
-    crop = (
-        [transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip()]
-        if augment
-        else [transforms.Resize(256), transforms.CenterCrop(224)]
-    )
-    last = [transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
-    try:
-        photos: LabelledPhotos = ImageFolder(str(path), transforms.Compose([*crop, *last]))
-    except FileNotFoundError as error:
-        raise PruneError(f"--data imagenet: {error}.") from error
-    return photos
+    return transforms, datasets
 
 
 def _classes(photos: LabelledPhotos) -> Tensor:

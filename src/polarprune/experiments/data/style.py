@@ -88,6 +88,7 @@ class Style(Task):
     grams: list[Tensor]
     features: Features
     measure = "perceptual loss"
+    higher_is_better = False
 
     def to(self, device: str | torch.device) -> Style:
         return replace(

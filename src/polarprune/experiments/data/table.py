@@ -1,4 +1,4 @@
-"""`open_data`: data sets by name, such as `cifar10:DIR`."""
+"""`open_data`: data sets by name, such as `cifar10:DIR`, and those of one's own."""
 
 from __future__ import annotations
 
@@ -6,34 +6,57 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...errors import PruneError
+from ...factories import names_module
 from ..settings import Settings
 from .cifar10 import open_cifar10
-from .imagenet import open_imagenet
+from .imagenet import SIDE, open_imagenet
+from .own import open_own
 from .style import open_style
 from .task import Task
 from .voc import open_voc
 
+OWN = "own"  # the kind of what a user's function returns
 DATA_SETS: dict[str, Callable[[Path], Task]] = {
     "cifar10": open_cifar10,
     "imagenet": open_imagenet,
     "style": open_style,
     "voc": open_voc,
 }
+_FOLDER = "folder"
+KINDS = (*DATA_SETS, _FOLDER, OWN)
+FORMS = (*(f"{kind}:DIR" for kind in (*DATA_SETS, _FOLDER)), "file.py:make_data")
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of data that a name is of, one of `KINDS`."""
+    kind = name.partition(":")[0]
+    return kind if kind in KINDS[:-1] else OWN
 
 
 def open_data(name: str, settings: Settings | None = None) -> Task:
     """Open a data set.
 
     Args:
-        name: `KIND:DIR`, where KIND is a key of `DATA_SETS` and DIR the folder of the data.
-        settings: If given, only the kind of data that these settings are for is accepted.
+        name: `KIND:DIR`, where KIND is a key of `DATA_SETS` and DIR the folder of the data;
+            `folder:DIR` for any folder of photos; `file.py:make_data` or
+            `package.module:make_data` for a function that returns data.
+        settings: If given, only the kind of data that these settings are for is accepted, and
+            `crop` is the side of the photos of `folder:DIR`. A network of the user's own accepts
+            all.
 
     Raises:
         PruneError: The name has another form, or the folder does not hold the data set.
     """
-    kind, _, folder = name.partition(":")
-    accepted = [settings.data] if settings else list(DATA_SETS)
-    if kind not in accepted or not folder:
-        forms = " or ".join(f"{kind}:DIR" for kind in accepted)
-        raise PruneError(f"--data {name}: give {forms}, where DIR holds the unpacked data set.")
-    return DATA_SETS[kind](Path(folder))
+    kind, _, rest = name.partition(":")
+    fixed = settings is not None and ":" not in settings.network
+    if settings is not None and fixed and (kind != settings.data or not rest):
+        raise PruneError(
+            f"--data {name}: give {settings.data}:DIR, where DIR holds the unpacked data set."
+        )
+    if kind == _FOLDER and rest:
+        return open_imagenet(Path(rest), (settings and settings.crop) or SIDE, _FOLDER)
+    if kind in DATA_SETS and rest:
+        return DATA_SETS[kind](Path(rest))
+    if rest and names_module(name.rpartition(":")[0]):
+        return open_own(name)
+    raise PruneError(f"--data {name}: give {', '.join(FORMS[:-1])} or {FORMS[-1]}.")

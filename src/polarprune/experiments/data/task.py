@@ -72,7 +72,9 @@ class Task(ABC):
     """Training and test examples on the device where they are used."""
 
     measure = "accuracy"  # what `score` is called in logs and cards
+    higher_is_better = True
     examples = 2  # in the traced batch: a batch norm over single values needs more than one
+    classes: int | None = None  # None if it is not known, or if there are none
 
     @abstractmethod
     def to(self, device: str | torch.device) -> Task:

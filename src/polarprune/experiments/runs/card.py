@@ -47,6 +47,7 @@ def make_card(
     trained_on, scored_on = data.counts
     return {
         "network": settings.network,
+        **({"classes": data.classes} if ":" in settings.network else {}),
         "method": method,
         "budget": limits,
         "table": table,

@@ -7,27 +7,52 @@ from pathlib import Path
 from torch import nn
 
 from ...errors import PruneError
+from ...factories import make_model, of_package
 from ...files.model_file import load, read_card
-from ..networks.table import NETWORKS
+from ..networks.table import NETWORKS, make_network
 from .files import Json
 
-_NUMBERS = ("macs", "macs_share", "params", "params_share")
+COST_NUMBERS = ("macs", "macs_share", "params", "params_share")
 
 
-def rebuild(file: Path) -> tuple[nn.Module, Json]:
-    """Return the network in a file that `Run` wrote, and its card.
+def original(file: Path, model: str = "") -> nn.Module:
+    """Return the unpruned network of a file, with new weights.
+
+    A file never chooses code to run: its card may name a network of polarprune, timm or
+    torchvision, but a factory of the user's own has to be given.
+
+    Args:
+        file: A file that `Run` or `save` wrote.
+        model: The user's own factory, as `factories.make_model` takes it.
 
     Raises:
-        PruneError: The card names no known network, or lacks its cost.
+        PruneError: The card names no known network, and no factory is given.
     """
     card = read_card(file)
-    network = card.get("network")
-    if not isinstance(network, str) or network not in NETWORKS:
+    network, classes = card.get("network"), card.get("classes")
+    if model:
+        return make_model(model, classes if type(classes) is int else None)
+    if not isinstance(network, str) or not (network in NETWORKS or of_package(network)):
         raise PruneError(
-            f"{file}: its card names the network {network!r}, which is not one of "
-            f"{', '.join(NETWORKS)}. Load it with polarprune.load(file, model=...)."
+            f"{file}: unknown network; pass --model package.module:factory (its card names the "
+            f"network {network!r}, which is not one of {', '.join(NETWORKS)})."
         )
-    missing = [key for key in _NUMBERS if type(card.get(key)) not in (int, float)]
+    return make_network(network, classes if type(classes) is int else None)
+
+
+def rebuild(file: Path, model: str = "") -> tuple[nn.Module, Json]:
+    """Return the network in a file that `Run` wrote, and its card.
+
+    Args:
+        file: The file.
+        model: See `original`.
+
+    Raises:
+        PruneError: The network is not known, or the card lacks its cost.
+    """
+    card, unpruned = read_card(file), original(file, model)
+    network = card["network"] = card.get("network") or model
+    missing = [key for key in COST_NUMBERS if type(card.get(key)) not in (int, float)]
     if missing:
         raise PruneError(
             f"{file}: its card has no number {missing[0]!r}. Load it with "
@@ -38,4 +63,4 @@ def rebuild(file: Path) -> tuple[nn.Module, Json]:
             f"{file}: its network is now called 'mobilenetv2_88m'. Load it with polarprune.load("
             f"file, model=polarprune.experiments.networks.small_images.mobilenetv2_88m())."
         )
-    return load(file, model=NETWORKS[network]()), card
+    return load(file, model=unpruned), card

@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,29 +19,23 @@ from torch import nn
 from ...cost.timing import environment
 from ...errors import PruneError
 from ...files.model_file import save
-from ...files.writing import make_folder, replacing, write_text
-from ...report.report import Report
+from ...files.writing import make_folder, replacing
 from ...torch_internals.markers import attached_recipe
 from ...training.pruner import Pruner
 from ..data.task import Task
 from ..methods.base import Limits
-from ..networks.imagenet import from_torchvision
-from ..networks.table import BACKBONES, NETWORKS
+from ..networks.table import make_network
 from ..processes import rank_and_count, wait_for_all
 from ..settings import Settings
 from .calibration import recalibrate, recalibrated
 from .card import Cost, Pruned, make_card
 from .files import Json, append, read_json, write_json
 from .rehearsal import WARM_UP, planned_costs, time_steps
+from .report_files import write_report
 from .source import commit
+from .start import check_network, is_published, load_start
 from .trainer import Trainer
-from .weights import (
-    copy_weights,
-    load_initial_weights,
-    load_matching_weights,
-    load_weights,
-    write_weights,
-)
+from .weights import copy_weights, load_weights, write_weights
 
 Progress = Callable[[Json], None]
 CHECKPOINT_PAUSE = 60.0  # seconds, at least, between checkpoints
@@ -85,10 +78,7 @@ class Run:
 
     def new_network(self) -> nn.Module:
         """Return the network of the settings, with new weights, on the device."""
-        name = self.settings.network
-        if name not in NETWORKS:
-            raise PruneError(f"unknown network {name!r}. Networks: {', '.join(NETWORKS)}.")
-        model = NETWORKS[name]().to(self.device)
+        model = make_network(self.settings.network, self.data.classes).to(self.device)
         if self.device.type == "cuda":
             convert: Callable[..., nn.Module] = model.to  # torch's types lack this argument
             convert(memory_format=torch.channels_last)
@@ -130,18 +120,12 @@ class Run:
             file: Weights of the baseline; `baseline.safetensors` in the folder of the run if None.
             start: Initial weights of the network or of a part of it that has the same names.
         """
-        model, settings = self.new_network(), self.settings
+        model = self.new_network()
         file = file or self.out / "baseline.safetensors"
         if file.exists():
             return load_weights(model, file)
-        if start is not None:
-            load_initial_weights(model, start)
-        elif settings.pretrained and settings.network in BACKBONES:
-            part = from_torchvision(BACKBONES[settings.network], settings.pretrained)
-            load_matching_weights(model, part.state_dict(), settings.pretrained)
-        elif settings.pretrained:
-            return copy_weights(model, from_torchvision(settings.network, settings.pretrained))
-        self._train_baseline(model, file)
+        if not load_start(model, self.settings, start):
+            self._train_baseline(model, file)
         return model
 
     def _train_baseline(self, model: nn.Module, file: Path) -> None:
@@ -162,16 +146,19 @@ class Run:
         wait_for_all()
 
     def check(self, limits: Limits, baseline: Path | None) -> None:
-        """Refuse what a Pruner would refuse, before a baseline is trained.
+        """Refuse a network that does not fit the data, and what a Pruner would refuse.
 
         Args:
-            limits: The budget; nothing is checked without one.
+            limits: The budget, which is not checked if there is none.
             baseline: File of the baseline; nothing is checked if it exists.
         """
-        if not limits or (baseline or self.out / "baseline.safetensors").exists():
+        if (baseline or self.out / "baseline.safetensors").exists():
             return
         with torch.random.fork_rng():  # the baseline starts from the same random numbers
-            self._pruner(self.new_network(), self.settings.epochs, limits)
+            model = self.new_network()
+            check_network(model, self.settings.network, self.data)
+            if limits:
+                self._pruner(model, self.settings.epochs, limits)
 
     def prune(self, model: nn.Module, **limits: float) -> Json:
         """Prune a baseline to a budget with polarprune, and return the card.
@@ -182,7 +169,7 @@ class Run:
         """
         settings = self.settings
         baseline = self.score(model)
-        teacher = model if settings.distill else None
+        original, teacher = model, model if settings.distill else None
         model = copy_weights(self.new_network(), model)
         pruner, trainer = self._gated(model, teacher, limits)
         self.train("prune", trainer)
@@ -196,20 +183,10 @@ class Run:
             group["name"]: [group["after"], group["before"]] for group in report.groups
         }
         card["landing"] = dict(pruner.landing)
-        self._write_report(dataclasses.replace(report, before=before, after=after), card)
+        if self.writes:
+            report = dataclasses.replace(report, before=before, after=after)
+            write_report(self.out, report, card, original, small, self.data.example())
         return self.finish(card, small, teacher)
-
-    def _write_report(self, report: Report, card: Json) -> None:
-        results = {key: card[key] for key in ("table", "identical_predictions")}
-        results |= {"test_images": card["scored_on"], **environment()}
-        report = dataclasses.replace(report, results=results)
-        if not self.writes:
-            return
-        write_text(self.out / "report.json", report.to_json())
-        try:
-            write_text(self.out / "report.html", report.to_html())
-        except PruneError as error:  # a training is not lost because a package for its page is
-            warnings.warn(f"{error} report.json was written.", stacklevel=2)
 
     def _pruner(self, model: nn.Module, steps: int, limits: Limits) -> Pruner:
         return Pruner(
@@ -256,8 +233,7 @@ class Run:
         if steps < 1:
             raise PruneError(f"--dry-run: an epoch has only {self.batches.per_epoch} batches.")
         stages = {}
-        published = settings.pretrained and settings.network not in BACKBONES
-        if not (published or trained):
+        if not (trained or is_published(settings)):
             epochs, lr = max(settings.baseline_epochs, 1), settings.baseline_lr
             trainer = Trainer(self.new_network(), self.batches, settings, epochs=epochs, lr=lr)
             stages["baseline"] = time_steps(trainer, steps)
