@@ -35,6 +35,13 @@ _ROUTED = (
 )
 
 
+def _plain(multiple_of: int | str, lam: float | None) -> int | str:
+    """Return a checked `multiple_of` as plain data; "auto" is 1 with a fixed λ."""
+    if isinstance(multiple_of, str):
+        return multiple_of if lam is None else 1
+    return int(multiple_of)
+
+
 class Pruner(PruningRun):
     """Prune a model to a preset budget while you train it.
 
@@ -49,7 +56,9 @@ class Pruner(PruningRun):
         lam: the paper's plain mode instead of a budget: a fixed λ, with no ratio set in advance.
         steps: the number of optimizer steps of the training.
         keep: patterns of module names whose channels are frozen.
-        multiple_of: every kept width is a multiple of this number.
+        multiple_of: every kept width is a multiple of this number. "auto" means 8 in groups of at
+            least 64 channels, because CPUs, GPUs and ONNX Runtime are slow with odd widths, and 1
+            in narrower groups; with `lam`, which is the paper's, it means 1 everywhere.
         schedule: how ε and the cost decrease over the steps.
         rules: rules for unknown operations, `{torch.ops.…: rule}` (see `polarprune.rules`).
         norms: make channels prunable that layer, RMS and group norms mix (see `trace`).
@@ -97,7 +106,7 @@ class Pruner(PruningRun):
         lam: float | None = None,
         steps: int,
         keep: str | Iterable[str] = (),
-        multiple_of: int = 1,
+        multiple_of: int | str = "auto",
         schedule: Schedule = Schedule(),
         rules: Mapping[Any, Rule] | None = None,
         norms: bool = False,
@@ -116,7 +125,7 @@ class Pruner(PruningRun):
             limits=limits,
             lam=None if lam is None else float(lam),  # a checkpoint cannot hold numpy's numbers
             steps=int(steps),
-            multiple_of=int(multiple_of),
+            multiple_of=_plain(multiple_of, lam),
             compacts=compact == "auto",
         )
 
