@@ -113,7 +113,7 @@ ORDER: dict[str, list[str]] = {
         "unread_numbers",
         "trace",
     ],
-    "report": ["facts", "loading", "plots", "svg", "page", "text", "report"],
+    "report": ["facts", "loading", "groups", "plots", "svg", "page", "text", "report"],
     "training": [
         "parameter_groups",
         "proximal",

@@ -32,6 +32,7 @@ from ..errors import PruneError
 from .resources import Cost, Part
 from .width_search import WidthSearch
 
+FAST, WIDE = 8, 64  # "auto": wide groups keep multiples of 8 channels, which kernels process fast
 _SOON = 4.0  # within this many of the costliest blocks of the budget, landing is planned
 
 
@@ -51,7 +52,8 @@ class Budget:
     Args:
         graph: The traced model.
         limits: Resource -> largest share of its original cost.
-        multiple_of: Every width has to be a multiple of this.
+        multiple_of: Every width has to be a multiple of this; "auto": of 8 in groups of at least 64
+            channels.
 
     Attributes:
         owner: For every entry of α, the number of its group.
@@ -60,11 +62,11 @@ class Budget:
         is_coarse: Whether some blocks are larger than one unit.
     """
 
-    def __init__(self, graph: Graph, limits: dict[str, float], multiple_of: int = 1) -> None:
+    def __init__(self, graph: Graph, limits: dict[str, float], multiple_of: int | str = 1) -> None:
         with torch.device("cpu"):  # whatever the user's default device is
             self._build(graph, limits, multiple_of)
 
-    def _build(self, graph: Graph, limits: dict[str, float], multiple_of: int) -> None:
+    def _build(self, graph: Graph, limits: dict[str, float], multiple_of: int | str) -> None:
         groups = list(graph.prunable.values())
         self.cost: Cost = graph.cost
         self.limits = limits
@@ -321,8 +323,12 @@ def _importance(alpha: Tensor, importance: Tensor | None) -> Tensor:
     return alpha.abs().double() if importance is None else importance
 
 
-def multiples(graph: Graph, multiple_of: int) -> Tensor:
+def multiples(graph: Graph, multiple_of: int | str) -> Tensor:
     """Return for each group how many units make up a multiple; a unit may be several channels."""
+    wanted = {
+        name: (FAST if group.size >= WIDE else 1) if isinstance(multiple_of, str) else multiple_of
+        for name, group in graph.prunable.items()
+    }
     found = dict.fromkeys(graph.prunable, 1)
     groups = list(graph.prunable.values())
     for axes in graph.axes.values():
@@ -331,6 +337,7 @@ def multiples(graph: Graph, multiple_of: int) -> Tensor:
             for group in groups:
                 times = int(counts[group.offset])
                 if times:
-                    need = multiple_of // math.gcd(multiple_of, times)
+                    own = wanted[group.name]
+                    need = own // math.gcd(own, times)
                     found[group.name] = math.lcm(found[group.name], need)
     return torch.tensor(list(found.values()), dtype=torch.long)

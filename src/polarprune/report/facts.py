@@ -112,7 +112,9 @@ def goal(report: Report) -> str:
         parts.append(f"fixed λ = {settings['lam']:g}, no budget")
     if report.history and "steps" in settings:
         parts.append(f"step {report.history[-1]['step']:,} of {settings['steps']:,}")
-    if settings.get("multiple_of", 1) > 1:
+    if settings.get("multiple_of", 1) == "auto":
+        parts.append("wide groups in multiples of 8")
+    elif settings.get("multiple_of", 1) > 1:
         parts.append(f"widths in multiples of {settings['multiple_of']}")
     if report.after == report.before:
         parts.append("no channel is closed")  # with a fixed λ, this is a possible outcome

@@ -17,15 +17,20 @@ from torch.optim import Optimizer
 from ..analysis.trace import survey
 from ..channels.graph import Plan, plan_of
 from ..channels.propagation import Rule
-from ..cost.budget import multiples
 from ..errors import PruneError
+from ..report.groups import group_rows
 from ..report.loading import class_name
 from ..report.report import Report
 from ..surgery.apply import warn_of_hooks
 from ..surgery.proof import own_copy
 from ..torch_internals.parallel import only_makes_state
 from ..tracing.model_state import Example, slots_cleared
-from ..validation.arguments import check_keywords, check_schedule, check_settings
+from ..validation.arguments import (
+    check_keywords,
+    check_schedule,
+    check_settings,
+    plain_multiple,
+)
 from ..validation.optimizers import check_gates, check_known, check_rates, raw_optimizers
 from ..validation.pruner_state import check_state
 from ..validation.run import check_done, check_finite, check_weights, warn_of_early_export
@@ -35,9 +40,7 @@ from .run import PruningRun
 from .schedule import Schedule
 from .state_bytes import State
 
-_ROUTED = (
-    "what the model computes depends on the data: MACs are those of the path that the example takes"
-)
+_ROUTED = "what the model computes depends on the data: MACs are those of the example's path"
 
 
 class Pruner(PruningRun):
@@ -54,7 +57,9 @@ class Pruner(PruningRun):
         lam: the paper's plain mode instead of a budget: a fixed λ, with no ratio set in advance.
         steps: the number of optimizer steps of the training.
         keep: patterns of module names whose channels are frozen.
-        multiple_of: every kept width is a multiple of this number.
+        multiple_of: every kept width is a multiple of this number. "auto" means 8 in groups of at
+            least 64 channels, because CPUs, GPUs and ONNX Runtime are slow with odd widths, and 1
+            in narrower groups; with `lam`, which is the paper's, it means 1 everywhere.
         min_channels: how many channels every group keeps at least; with 0, whole branches may go.
         schedule: how ε and the cost decrease over the steps.
         rules: rules for unknown operations, `{torch.ops.…: rule}` (see `polarprune.rules`).
@@ -105,7 +110,7 @@ class Pruner(PruningRun):
         lam: float | None = None,
         steps: int,
         keep: str | Iterable[str] = (),
-        multiple_of: int = 1,
+        multiple_of: int | str = "auto",
         min_channels: int = 0,
         schedule: Schedule = Schedule(),
         rules: Mapping[Any, Rule] | None = None,
@@ -126,7 +131,7 @@ class Pruner(PruningRun):
             limits=limits,
             lam=None if lam is None else float(lam),  # a checkpoint cannot hold numpy's numbers
             steps=int(steps),
-            multiple_of=int(multiple_of),
+            multiple_of=plain_multiple(multiple_of, lam),
             compacts=compact == "auto",
         )
 
@@ -266,24 +271,12 @@ class Pruner(PruningRun):
         Example:
             >>> print(pruner.report())  # doctest: +SKIP
         """
-        plan = self.plan()
-        units = dict(zip(self.graph.prunable, multiples(self.graph, 8).tolist(), strict=True))
         routed = [_ROUTED] if self.graph.tapes[0].depends_on_data else []
-        groups = [
-            {
-                "name": name,
-                "before": group.size,
-                "after": len(plan.get(name, range(group.size))),
-                "reason": group.reason if group.frozen else "",
-                **({} if group.frozen else {"multiple": units[name]}),
-            }
-            for name, group in self.graph.groups.items()
-        ]
         return Report(
             settings=self._settings(),
             before=self.graph.cost.original(),
             after=self.cost(),
-            groups=groups,
+            groups=group_rows(self.graph, self.plan()),
             history=copy.deepcopy(self.history),
             proof=dict(self.proof),
             notes=[*self.graph.notes, *routed],

@@ -63,7 +63,7 @@ class PruningRun:
         limits: budgets, as fractions of the original; empty with `lam`.
         lam: λ of the paper's plain mode, or None.
         steps: the number of optimizer steps.
-        multiple_of: every kept width is a multiple of this number.
+        multiple_of: every kept width is a multiple of this number; "auto" depends on the group.
         compacts: compact the model automatically.
     """
 
@@ -77,7 +77,7 @@ class PruningRun:
         limits: dict[str, float],
         lam: float | None,
         steps: int,
-        multiple_of: int,
+        multiple_of: int | str,
         compacts: bool,
     ) -> None:
         self.model, self.example, self.schedule = model, example, schedule
@@ -271,8 +271,8 @@ class PruningRun:
     def _widths(self) -> Tensor:
         return self.budget.widths(self._flat().cpu())
 
-    def _settings(self) -> dict[str, float]:
-        goal = self.limits if self.lam is None else {"lam": self.lam}
+    def _settings(self) -> dict[str, float | str]:
+        goal: dict[str, float] = self.limits if self.lam is None else {"lam": self.lam}
         return {**goal, "steps": self.steps, "multiple_of": self.multiple_of}
 
     def _here(self, model: nn.Module | None = None) -> Example:

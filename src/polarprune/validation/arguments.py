@@ -22,7 +22,7 @@ def check_settings(
     wanted: Mapping[str, float | None],
     lam: float | None,
     steps: int,
-    multiple_of: int = 1,
+    multiple_of: int | str = "auto",
     compact: str | None = None,
     keep: object = (),
 ) -> dict[str, float]:
@@ -46,9 +46,16 @@ def check_settings(
     _check_goal(limits, lam)
     if not is_count(steps) or steps >= _MOST_STEPS:
         raise PruneError(f"steps={steps!r}: give the number of optimizer steps of the training.")
-    if not is_count(multiple_of):
-        raise PruneError(f"multiple_of={multiple_of!r}: give a positive integer.")
+    if multiple_of != "auto" and not is_count(multiple_of):
+        raise PruneError(f'multiple_of={multiple_of!r}: give a positive integer, or "auto".')
     return {key: float(value) for key, value in limits.items()}
+
+
+def plain_multiple(multiple_of: int | str, lam: float | None) -> int | str:
+    """Return a checked `multiple_of` as plain data; "auto" is 1 with a fixed λ."""
+    if isinstance(multiple_of, str):
+        return multiple_of if lam is None else 1
+    return int(multiple_of)
 
 
 def _check_goal(limits: Mapping[str, float], lam: float | None) -> None:

@@ -195,6 +195,7 @@ class Run:
             steps=steps,
             schedule=self.settings.schedule,
             compact=self.settings.compact,
+            multiple_of=1,  # as in all stored runs
             macs=limits.get("macs"),
             params=limits.get("params"),
             lam=limits.get("lam"),
