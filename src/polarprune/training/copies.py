@@ -9,7 +9,6 @@ is a snapshot, and stays as it is.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Mapping
 
@@ -106,22 +105,12 @@ class Copies:
         """
         self.follow()  # an average that was updated since the last step is known then
         told = [gated_part(one) for one in checked_copies(self.named if given is None else given)]
-        found, kept = [], 0
-        for one in self._found:
-            model = one.model()
-            if model is None or not same_shapes(model, self.model):
-                continue
-            if snapshots or bool(one.changed):
-                found.append(model)
-            elif not any(model is other for other in told):
-                kept += 1
-        if kept:
-            warnings.warn(
-                f"compact: {kept} copies of the model, whose gates were not changed since they "
-                f"were made, keep their widths. If they will be averages, name them: "
-                f"pruner.copies = [average].",
-                stacklevel=4,
-            )
+        found = [
+            model
+            for one in self._found
+            if (model := one.model()) is not None and same_shapes(model, self.model)
+            if snapshots or bool(one.changed)
+        ]
         return list({id(one): one for one in [*told, *found]}.values())
 
     def with_own_gates(self, average: nn.Module) -> nn.Module:

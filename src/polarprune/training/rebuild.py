@@ -181,6 +181,7 @@ def gates_in(model: nn.Module, original: nn.Module, gates: Mapping[str, Gate]) -
 def _fill(new: nn.Module, held: Mapping[str, Tensor]) -> set[int]:
     """Put the tensors of a model into its cut skeleton; return the ids of those that remain."""
     home = next(tensor.device for tensor in held.values())
+    dtypes = _changed_dtypes(new, held)
     remaining = set()
     for path, module in new.named_modules(remove_duplicate=False):
         for table in (module._parameters, module._buffers):
@@ -190,10 +191,19 @@ def _fill(new: nn.Module, held: Mapping[str, Tensor]) -> set[int]:
                     found = held.get(name)
                     if found is None or found.shape != tensor.shape:  # an empty one holds a dtype
                         assert tensor.numel() == 0, f"{name} comes from nowhere"
-                        found = torch.empty_like(tensor, device=home)
+                        dtype = dtypes.get(tensor.dtype, tensor.dtype)
+                        found = torch.empty_like(tensor, device=home, dtype=dtype)
                     remaining.add(id(found))
                     table[key] = found
     return remaining
+
+
+def _changed_dtypes(new: nn.Module, held: Mapping[str, Tensor]) -> dict[torch.dtype, torch.dtype]:
+    """Return what became of each dtype if the model was converted after its skeleton was made."""
+    pairs = [
+        (tensor.dtype, held[name].dtype) for name, tensor in named_tensors(new) if name in held
+    ]
+    return dict(pairs)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

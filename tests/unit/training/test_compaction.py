@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import polarprune as pp
+from polarprune.surgery.proof import prove_cut
+from polarprune.surgery.replacement_layers import Constant
 from tests.helpers.exact import counted, difference, run
 from tests.helpers.nets import NETS, randomise
 from tests.helpers.norm_nets import Net
@@ -523,3 +526,58 @@ def test_a_state_that_is_not_whole_changes_nothing(missing: str) -> None:
     with pytest.raises(pp.PruneError, match=f"has no '{missing}'.*Nothing was changed"):
         again.load_state_dict(state)
     assert again.step_count == 0 and [p.shape for p in model.parameters()] == shapes
+
+
+class Twice(nn.Module):
+    """Two branches, of which one may close; its last layer has no bias, and a norm follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3)
+        self.inner = nn.Conv2d(8, 6, 1)
+        self.last = nn.Conv2d(6, 8, 1, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = x + self.norm(self.last(self.inner(x).relu()))
+        return self.head(x.relu().mean((2, 3)))
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+def test_where_float32_is_too_coarse_a_closed_layer_is_compared_in_float64(
+    compacted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 6, 6)
+    pruner = pp.Pruner(Twice(), x, lam=1e-9, steps=1)
+    optimizer = sgd(pruner)
+    pruner.attach(optimizer)
+    optimizer.step()
+    alpha = pruner._flat()
+    group = pruner.graph.prunable["inner"]
+    alpha[group.offset : group.offset + group.size] = 0
+    with torch.no_grad():
+        pruner._stepper.put(alpha)
+    if compacted:
+        pruner.compact()
+    coarse = f"polarprune.training.{'export.prove_cut' if compacted else 'compaction._TOLERANCE'}"
+    exact = partial(prove_cut, tolerance=-1.0)  # in float32 nothing is equal enough
+    monkeypatch.setattr(coarse, exact if compacted else -1.0)
+    if compacted:
+        pruner.export()
+        assert "train, in float64" in pruner.proof
+    else:
+        pruner.compact()
+        assert isinstance(pruner.model.last, Constant) and pruner.compactions == 1
+
+
+def test_a_model_that_was_compacted_may_change_its_precision_before_the_export() -> None:
+    pruner, optimizer = begun()
+    for number in range(30):
+        step(pruner.model, optimizer, number)
+        if number == 20:
+            pruner.compact()
+    pruner.model.float()
+    assert {p.dtype for p in pruner.export().parameters()} == {torch.float32}
