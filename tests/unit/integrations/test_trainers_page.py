@@ -18,7 +18,7 @@ from tests.helpers.nets import digits_resnet
 ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+EXAMPLES = sorted((ROOT / "examples").glob("*_digits.py"))
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # advice about workers and loggers
 
