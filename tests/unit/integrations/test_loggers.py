@@ -84,7 +84,9 @@ def test_rows_that_a_logger_gets_cannot_change_the_history() -> None:
     assert all(set(row) == NAMES | {"step", "histogram"} for row in made.history)
 
 
-@pytest.mark.parametrize("logger", [logging.getLogger("x"), 3, lambda: None], ids=str)
+@pytest.mark.parametrize(
+    "logger", [logging.getLogger("x"), 3, lambda: None], ids=lambda one: type(one).__name__
+)
 def test_what_does_not_take_a_dict_is_refused_at_once(logger: Any) -> None:
     made = pruner()
     with pytest.raises(pp.PruneError, match=r"has no log\(dict\). Give a SummaryWriter"):
