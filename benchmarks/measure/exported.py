@@ -79,7 +79,7 @@ def made(name: str) -> tuple[nn.Module, Graph]:
 
 
 @functools.cache
-def exported(name: str, multiple: int) -> nn.Module:
+def exported(name: str, multiple: int | str) -> nn.Module:
     model, graph = made(name)
     scores = magnitude_scores(model, graph)
     plan = plan_by_score(graph, scores, macs=0.5, multiple_of=multiple)

@@ -10,6 +10,7 @@ compiled code computes it again. Writes numbers/overhead.json:
     python -m benchmarks.measure.overhead resnet56   # one case
 """
 
+import importlib
 import os
 import platform
 import statistics
@@ -63,6 +64,13 @@ def vision(name: str, **options: Any) -> nn.Module:
     return model
 
 
+def from_timm(name: str) -> nn.Module:
+    """Return a new model of timm."""
+    import_torchvision()
+    model: nn.Module = importlib.import_module("timm").create_model(name)
+    return model
+
+
 def mobilenetv2_88m() -> nn.Module:
     """For images of 32 × 32: the first two strides are 1. LeGR's network has one stride less."""
     model = vision("mobilenet_v2", num_classes=10)
@@ -77,6 +85,12 @@ CASES = {
     "resnet18": Case(lambda: vision("resnet18"), (256, 3, 224, 224), "cpu", "eager", 3, 1),
     "resnet18 with a small batch": Case(
         lambda: vision("resnet18"), (32, 3, 224, 224), "cpu", "eager", 5, 1
+    ),
+    "mobilenetv3_small, small images": Case(
+        lambda: from_timm("mobilenetv3_small_100"), (32, 3, 64, 64), "cpu", "eager", 60, 1
+    ),
+    "resnet18d, small images": Case(
+        lambda: from_timm("resnet18d"), (16, 3, 64, 64), "cpu", "eager", 60, 1
     ),
     "resnet56": Case(resnet56, (256, 3, 32, 32), "cuda", "captured", 7, 40),
     "mobilenetv2_88m": Case(mobilenetv2_88m, (256, 3, 32, 32), "cuda", "captured", 7, 20),

@@ -109,6 +109,7 @@ ORDER: dict[str, list[str]] = {
         "repairs",
         "width_decisions",
         "confirm",
+        "number_reads",
         "other_forwards",
         "unread_numbers",
         "trace",

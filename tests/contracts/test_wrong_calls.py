@@ -809,7 +809,10 @@ GATED |= {
         lambda w: resumed(w, steps=7),
         ELSE.format("settings {'steps': 7}, .*{'steps': 6}"),
     ),
-    "load_state_dict: lam": (lambda w: resumed(w, lam=1.0), ELSE.format("settings {'lam': 1.0}")),
+    "load_state_dict: lam": (
+        lambda w: resumed(w, lam=1.0),
+        ELSE.format("settings {'lam': 1.0, 'multiple_of': 1}"),
+    ),
     "load_state_dict: another schedule": (
         lambda w: resumed(w, schedule=pp.Schedule(done=0.6)),
         ELSE.format("schedule {'done': 0.6}, .*{'done': 0.5}"),

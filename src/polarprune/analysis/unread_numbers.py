@@ -17,6 +17,7 @@ from torch.nn.modules import container
 
 from ..channels.graph import Graph, Place
 from .inspection import Inspection
+from .number_reads import numbers_read
 from .other_forwards import OtherForwards
 from .repairs import PLANS
 from .trial_cuts import TrialCuts, trial_plan
@@ -52,7 +53,12 @@ def follow_unread_numbers(inspection: Inspection, graph: Graph) -> Graph:
         return graph
     sizes, certain = _Sizes(graph), list[tuple[str, _Choice]]()
     others, doubtful = OtherForwards(inspection.model, inspection.example), list[_Number]()
-    for family, number in _numbers(inspection, graph):
+    numbers = list(_numbers(inspection, graph))
+    held = {(path, number.name) for _, number in numbers for path in number.values}
+    read = numbers_read(inspection.model, inspection.example, held)
+    for family, number in numbers:
+        if any((path, number.name) in read for path in number.values):
+            continue
         found = sizes.choices(number)
         if len(found) > 1:
             tried = [_following(graph, [(number.name, choice)]) for choice in found]

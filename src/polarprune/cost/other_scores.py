@@ -140,7 +140,9 @@ def _of_each(tensor: Tensor, axis: int, units: Tensor, none: int) -> Tensor:
     return units.reshape(shape).expand(tensor.shape).flatten()
 
 
-def plan_by_score(graph: Graph, scores: Tensor, *, multiple_of: int = 1, **limits: float) -> Plan:
+def plan_by_score(
+    graph: Graph, scores: Tensor, *, multiple_of: int | str = 1, **limits: float
+) -> Plan:
     """Return a plan that keeps the same fraction of every group, the highest scores first.
 
     Args:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import polarprune as pp
 from polarprune import PruneError
+from polarprune.analysis.number_reads import numbers_read
 
 
 class Split(nn.Module):
@@ -40,7 +41,23 @@ def net(block: type[Split] = Split) -> nn.Module:
     return nn.Sequential(*parts, nn.Conv2d(10, 4, 1))
 
 
+class Reads(Blind):
+    """Reads `c`, though only to leave out what lies beyond it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[..., -self.c :]
+
+
 IMAGES = torch.randn(2, 3, 8, 8)
+
+
+def test_an_integer_that_the_forward_reads_is_left_to_the_trial_cuts() -> None:
+    read = numbers_read(net(Reads), IMAGES, {("1", "c"), ("3", "c")})
+    assert read == {("1", "c"), ("3", "c")}
+    assert numbers_read(net(Blind), IMAGES, {("1", "c")}) == set()
+    model = net(Reads)
+    assert pp.trace(model, IMAGES).size_attributes == {}
+    assert model[1].c == 8 and type(model[1]) is Reads
 
 
 def cut(model: nn.Module, x: Tensor = IMAGES, share: float = 0.5) -> nn.Module:

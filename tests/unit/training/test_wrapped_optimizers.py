@@ -19,8 +19,12 @@ pytestmark = pytest.mark.usefixtures("shared_traces")
 class Wrapper:
     """Holds an optimizer, and is none."""
 
-    def __init__(self, optimizer: object) -> None:
+    def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
 
 
 class NamedWrapper(torch.optim.Optimizer):

@@ -1,0 +1,50 @@
+"""Find out which integers of its modules a model's forward reads.
+
+What a forward reads needs no further search: trial cuts have shown what it means there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from ..surgery.proof import outputs
+from ..torch_internals.class_swaps import derive_class
+from ..tracing.copying import copy_model
+from ..tracing.model_state import Example
+
+Number = tuple[str, str]  # path of the module, name of the attribute
+
+
+def numbers_read(model: nn.Module, example: Example, numbers: set[Number]) -> set[Number]:
+    """Return which of these attributes are read when the model runs on the example.
+
+    A copy runs whose modules note what is read. If that is impossible, all of them count as read.
+    """
+    read: set[Number] = set()
+    if not numbers:
+        return read
+    try:
+        copy = copy_model(model)
+        for path in {path for path, _ in numbers}:
+            names = {name for owner, name in numbers if owner == path}
+            module = copy.get_submodule(path)
+            derive_class(module, {"__getattribute__": _noting(type(module), path, names, read)})
+        outputs(copy, example, training=False)
+    except Exception:  # a class may refuse to be derived from, or its instances to be copied
+        return numbers
+    return read
+
+
+def _noting(
+    family: type[nn.Module], path: str, names: set[str], read: set[Number]
+) -> Callable[[nn.Module, str], object]:
+    """Return a `__getattribute__` that notes reads of these names."""
+
+    def getattribute(module: nn.Module, name: str) -> object:
+        if name in names:
+            read.add((path, name))
+        return family.__getattribute__(module, name)
+
+    return getattribute
