@@ -208,7 +208,7 @@ class GatedWeight(nn.Module):
         """Return the weight multiplied by these values of its gates."""
         if self.simple:
             factors = values[0].to(weight.dtype)
-            if self.axis == 1 and weight.is_contiguous():
+            if self.axis == 1 and weight.shape[2:].numel() > 1 and weight.is_contiguous():
                 return _times_rows(weight, factors)
             shape = [1] * weight.dim()
             shape[self.axis] = -1
@@ -223,11 +223,8 @@ def _times_rows(weight: Tensor, factors: Tensor) -> Tensor:
     The weight is treated as a matrix. On a CPU, its product with a row is faster than one that
     broadcasts over inner axes, and so is the sum over its rows in the backward pass.
     """
-    matrix = weight.flatten(1)
-    repeats = matrix.shape[1] // len(factors)
-    if repeats > 1:
-        factors = factors.unsqueeze(1).expand(-1, repeats).reshape(-1)
-    return (matrix * factors).view_as(weight)
+    row = factors.unsqueeze(1).expand(-1, weight.shape[2:].numel()).reshape(-1)
+    return (weight.flatten(1) * row).view_as(weight)
 
 
 def values_of(gates: nn.ModuleList) -> list[Tensor]:
