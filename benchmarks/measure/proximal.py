@@ -41,7 +41,7 @@ def stepper(groups: int, device: str) -> Stepper:
     sizes = [CHANNELS // groups + (k < CHANNELS % groups) for k in range(groups)]
     gates = {f"layer{k}": Gate(size).to(device) for k, size in enumerate(sizes)}
     owner = torch.arange(groups).repeat_interleave(torch.tensor(sizes))
-    step = Stepper(gates, owner, Schedule(), TOTAL, pulls=True)
+    step = Stepper(gates, owner, Schedule(), TOTAL, proximal=True)
     next_to = torch.ones(groups - 1, dtype=torch.float64)
     step.q.copy_(torch.diag(next_to, 1) + torch.diag(next_to, -1))
     step.b.fill_(1.0)

@@ -13,11 +13,10 @@ the measured steps are repeated, and the time outside of steps is added once. Th
 169 in an earlier run without it, which is under 1 % of 90 epochs. All plain steps take the same
 time, so on the GPU only one is measured for every five of the others.
 
-Random images do not tell which channels matter. When the stored rows were measured, the most
+Random images do not tell which channels matter. When the stored row on a GPU was measured, the most
 expensive ones closed first in this case: those of the first two stages, where most of the time is
-spent. The current version closes channels evenly in all groups; the rows have not been measured
-again. exported.json shows the gain if every layer loses the same share. Writes
-numbers/shrinking.json:
+spent. The current version closes channels evenly in all groups. exported.json shows the gain if every layer loses the same share.
+Writes numbers/shrinking.json:
 
     python -m benchmarks.measure.shrinking           # all cases for this machine
     python -m benchmarks.measure.shrinking resnet18
@@ -80,7 +79,7 @@ class Training:
         if self.pruner is not None:
             self.pruner.attach(self.optimizer)
             if self.device == "cuda":
-                self.pruner._pace.pays = lambda *_: True  # type: ignore[method-assign]
+                self.pruner._compaction.pays = lambda *_: True  # type: ignore[method-assign]
         self.model.train()
         self.run: Any = self.model
         if self.device == "cuda":
@@ -108,7 +107,7 @@ class Training:
                 self.pruner.replayed()
             if self.pruner.compactions > self.compactions:
                 self.compactions = self.pruner.compactions
-                self.captured.forget()
+                self.captured.discard()
         self.seconds.append(self.now() - start)
         if known or self.device == "cpu":
             missed = len(self.seconds) - len(self.steady)  # the first ones with these shapes

@@ -44,7 +44,7 @@ def shrinking() -> list[str]:
         "number of plain steps, and the same ratio for the last tenth of the steps; one run each. "
         "Outside steps: seconds spent in the controller, proofs, compiling and capturing. 90 "
         "epochs: the ratio extrapolated to 90 epochs of ImageNet, where this time occurs once. "
-        "These numbers were measured with an earlier version, which closed the most expensive "
+        "The row on a GPU was measured with an earlier version, which closed the most expensive "
         "channels first if images are random: those of the first stages, where most of the time is "
         "spent. The current version closes channels evenly in all groups "
         "([shrinking.py](../benchmarks/measure/shrinking.py)).",
@@ -198,9 +198,9 @@ def latency() -> list[str]:
         "`latency=` on random images of 224 × 224: the median of five comparisons of alternating "
         "runs, with their range in brackets ([latency.py](../benchmarks/measure/latency.py)). "
         "Setup: seconds until the latency model is fitted. CPU rows are with "
-        "`MALLOC_TRIM_THRESHOLD_` and `MALLOC_MMAP_THRESHOLD_` of 4 GB. All numbers on this page "
-        "were measured before channels closed one by one, a change that affects about twenty small "
-        "operations per step on the vector of all gates.",
+        "`MALLOC_TRIM_THRESHOLD_` and `MALLOC_MMAP_THRESHOLD_` of 4 GB. All rows but that of resnet18, "
+        "and all rows of this page on a GPU, were measured before channels closed one by one, a "
+        "change that affects about twenty small operations per step on the vector of all gates.",
         "",
         "| network | batch | original (ms) | budget | measured | error | MACs left | setup (s) | "
         "machine |",
