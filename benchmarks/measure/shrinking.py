@@ -15,8 +15,10 @@ time, so on the GPU only one is measured for every five of the others.
 
 Random images do not tell which channels matter. When the stored row on a GPU was measured, the most
 expensive ones closed first in this case: those of the first two stages, where most of the time is
-spent. The current version closes channels evenly in all groups. exported.json shows the gain if every layer loses
-the same share. Writes numbers/shrinking.json:
+spent. The current version closes channels evenly in all groups. exported.json shows the gain if
+every layer loses the same share.
+
+Writes numbers/shrinking.json:
 
     python -m benchmarks.measure.shrinking           # all cases for this machine
     python -m benchmarks.measure.shrinking resnet18

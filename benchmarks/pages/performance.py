@@ -199,8 +199,9 @@ def latency() -> list[str]:
         "runs, with their range in brackets ([latency.py](../benchmarks/measure/latency.py)). "
         "Setup: seconds until the latency model is fitted. CPU rows are with "
         "`MALLOC_TRIM_THRESHOLD_` and `MALLOC_MMAP_THRESHOLD_` of 4 GB. All rows but that of "
-        "resnet18, and all rows of this page on a GPU, were measured before channels closed one by one, a "
-        "change that affects about twenty small operations per step on the vector of all gates.",
+        "resnet18, and all rows of this page on a GPU, were measured before channels closed one by "
+        "one, a change that affects about twenty small operations per step on the vector of all "
+        "gates.",
         "",
         "| network | batch | original (ms) | budget | measured | error | MACs left | setup (s) | "
         "machine |",
