@@ -43,13 +43,15 @@ class GateInput:
 
     def __call__(self, layer: nn.Module, args: tuple[object, ...]) -> object:
         """Gate the input if that pays; the weight is then read without gates once."""
+        if torch.compiler.is_compiling():  # before sizes are compared, which would add guards
+            return None
         if len(args) != 1 or not isinstance(args[0], Tensor) or not self._pays(args[0]):
             return None
         self.part.skip_once()
         return (args[0] * self._factors(args[0]),)
 
     def _pays(self, x: Tensor) -> bool:
-        """Return whether the input is small, and operations are neither recorded nor compiled."""
+        """Return whether the input is small, and operations are not recorded."""
         weight = self.site.original
         return bool(
             _RATIO * x.numel() < weight.numel()
@@ -58,7 +60,6 @@ class GateInput:
             and x.dim() >= -self.axis
             and x.shape[self.axis] == weight.shape[self.part.axis]
             and torch.is_grad_enabled()
-            and not torch.compiler.is_compiling()
             and not torch._C._get_tracing_state()
             and not torch._C._are_functorch_transforms_active()
         )

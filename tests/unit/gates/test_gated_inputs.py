@@ -99,6 +99,15 @@ def test_evaluation_without_gradients_reads_gated_weights(monkeypatch: pytest.Mo
         model(IMAGES)
 
 
+def test_compiled_code_multiplies_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = pruned().model
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    monkeypatch.setattr(GatedWeight, "skip_once", lambda part: pytest.fail("the input was gated"))
+    out = compiled(IMAGES)
+    monkeypatch.undo()
+    torch.testing.assert_close(out, model(IMAGES))
+
+
 def test_a_layer_with_a_forward_of_its_own_keeps_gated_weights() -> None:
     class Own(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
