@@ -124,7 +124,7 @@ def _style() -> Settings:
 PRESETS = {
     "resnet56": Settings("resnet56", distill=0.9, cutout=8),
     "vgg16": Settings("vgg16", baseline_lr=0.1, lr=0.1, distill=0.9, cutout=16),
-    "mobilenetv2": _mobilenetv2("mobilenetv2"),
+    "mobilenetv2": replace(_mobilenetv2("mobilenetv2"), baseline_epochs=200, epochs=200),
     "mobilenetv2_88m": _mobilenetv2("mobilenetv2_88m"),
     "resnet20": Settings("resnet20"),
     "deeplabv3plus": _deeplab(),
