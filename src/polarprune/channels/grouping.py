@@ -81,9 +81,15 @@ class _Roles:
     def lacking(self, family: _Family) -> str:
         """Return why a unit without any other reason is frozen, or an empty string."""
         if not any(axis in self.consumed for axis, _ in family.occurrences):
-            return "no layer merges these channels, so no gate can close them"
+            return (
+                "no layer merges these channels, so no gate can close them; read them by a layer "
+                "with a weight"
+            )
         if not any(axis in self.produced for axis, _ in family.occurrences):
-            return "no layer makes these channels (they come from a plain parameter or a buffer)"
+            return (
+                "no layer makes these channels: they come from a plain parameter or a buffer; make "
+                "them by a layer"
+            )
         return ""
 
     def producers(self, family: _Family) -> list[str]:

@@ -162,6 +162,9 @@ def _limit_to_two_factors(flow: Flow) -> None:
         units = [root[factor] for factor in item.factors]
         prunable = [k for k, mine in enumerate(units) if not bool(frozen[mine].all())]
         for number in prunable[2:]:
-            why = f"the third prunable factor of a product of channels in {item.op.where}"
+            why = (
+                f"the third prunable factor of a product of channels in {item.op.where}; freeze "
+                f"another one by keep=[...] to prune this one"
+            )
             flow.labels.freeze(item.factors[number], why)
             frozen[units[number]] = True

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..tracing.schemas import changes_shape_in_place, is_mutable
 from ..tracing.tape import Op, Tape, Value
 from .labels import Labels, support
-from .reasons import OUTPUT, because
+from .reasons import OUTPUT, POINTWISE, because
 
 Rule = Callable[["Flow", Op], None]
 _FILLS = ("zero_", "fill_", "bernoulli_", "uniform_", "normal_", "random_")
@@ -147,7 +147,9 @@ class Flow:
             )
         for value in tape.read_values:
             self.freeze(
-                value, f"its values decide what the model's code does: {self.describe(value)}"
+                value,
+                f"its values decide what the model's code does: {self.describe(value)}; "
+                f"use torch.where in place of Python's if",
             )
 
     def _freeze_seeded(self, op: Op) -> None:
@@ -260,7 +262,9 @@ class Flow:
 
     def _here(self, fact: str, value: Value) -> str:
         detail = self.describe(value)
-        return because(self._current, fact, detail=detail) if self._current else f"{fact}: {detail}"
+        if self._current is None:
+            return f"{fact}: {detail}; {POINTWISE}"
+        return because(self._current, fact, detail=detail, remedy=POINTWISE)
 
     # --- what rules write ---
 

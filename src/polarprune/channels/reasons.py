@@ -14,6 +14,10 @@ POINTWISE = (
     "only the channels that reach it are frozen: to prune a layer before it, put a pointwise layer "
     "(a 1 x 1 convolution or a linear layer) between them"
 )
+HEADS = "split the channels into several heads, which can be removed one by one"
+HEADS_AS_WHOLE = "merge the heads into one axis before this layer to prune single channels"
+NORMS = "norms=True may make them prunable"
+ORIGIN = "put a layer before it that makes the channels"
 CONSTANT_INDEX = "only a constant vector of integers (a list in the code, a buffer) can be followed"
 
 
@@ -47,11 +51,28 @@ def mixes(op: Op) -> str:
     return because(op, f"{op.name} mixes channels", remedy=POINTWISE)
 
 
+def norm_mixes(op: Op, *, weighted: bool) -> str:
+    """Return the reason for a norm over several channels.
+
+    Args:
+        op: the norm.
+        weighted: whether `norms=True` was given, which did not help here.
+    """
+    one_group = "group" in op.name
+    fact = "group norm over all channels" if one_group else "layer norm mixes channels"
+    return because(op, fact, remedy=POINTWISE if weighted else NORMS)
+
+
 def unlabelled(op: Op, tensor: str) -> str:
     """Return the reason for an operand that varies along the channels but has no labels there."""
     fact = "meets a tensor that is not a parameter and has no channels"
-    remedy = REGISTER if tensor.startswith("a constant") else ""
-    return because(op, fact, detail=f"{op.name} with {tensor}", remedy=remedy)
+    detail = f"{op.name} with {tensor}"
+    return because(op, fact, detail=detail, remedy=for_origin(tensor, POINTWISE))
+
+
+def for_origin(tensor: str, otherwise: str) -> str:
+    """Return the remedy for channels that meet a tensor, given what `Flow.describe` says of it."""
+    return REGISTER if tensor.startswith("a constant") else otherwise
 
 
 def picked_by_index(op: Op) -> str:

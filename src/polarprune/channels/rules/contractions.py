@@ -10,7 +10,7 @@ from torch import Tensor
 from ...tracing.tape import Op, Value
 from ..labels import along, support
 from ..propagation import Choice, Contraction, Flow
-from ..reasons import POINTWISE, because
+from ..reasons import HEADS_AS_WHOLE, ORIGIN, POINTWISE, because, for_origin
 from .elementwise import merge_bias
 from .products import batched_product, outer_product
 
@@ -99,7 +99,8 @@ def _grouped_convolution(flow: Flow, op: Op, incoming: Tensor | None) -> Tensor 
         for vector in (first, second, incoming):
             if vector is not None:
                 detail = f"{op.name} of {flow.describe(source)}"
-                flow.labels.freeze(vector, because(op, "no channels to follow", detail=detail))
+                fact = "no channels to follow"
+                flow.labels.freeze(vector, because(op, fact, detail=detail, remedy=ORIGIN))
         flow.contractions.append(Contraction(op, [], [], []))
         return None
     width = source.shape[1] // groups
@@ -120,7 +121,8 @@ def _grouped_input(
     if made is not None and not transposed:
         rows = made.reshape(groups, -1)
         if rows.shape[1] == 1:
-            flow.labels.freeze(made, because(op, "one channel for each of the input"))
+            fact = "one channel for each of the input"
+            flow.labels.freeze(made, because(op, fact, remedy=ORIGIN))
         flow.labels.join(rows, rows[:1])
     makes = [] if made is None else [made]
     flow.contractions.append(Contraction(op, makes, [], makes))
@@ -136,7 +138,8 @@ def _entire_groups(
     flow.labels.join(rows, arriving[:, :1])
     flow.labels.join(arriving, arriving[:, :1])
     if second is not None:
-        flow.labels.freeze(second, because(op, "width of a convolution group"))
+        fact = "inside a group of a convolution, which is removed as a whole"
+        flow.labels.freeze(second, because(op, fact))
     sites = [] if arriving.shape[1] == 1 else _sites(flow, op, first, weight)
     flow.contractions.append(Contraction(op, [first], sites, [first]))
     return rows[:, :1].expand(-1, weight.shape[1]).flatten() if transposed else first
@@ -151,7 +154,7 @@ def _same_channels_of_every_group(
     flow.labels.join(rows, rows[:1])
     inner, outer = (first, second) if transposed else (second, first)
     if inner is None:
-        flow.labels.freeze(incoming, because(op, "no channels to follow"))
+        flow.labels.freeze(incoming, because(op, "no channels to follow", remedy=ORIGIN))
     else:
         flow.labels.join(arriving, inner.reshape(groups, -1) if transposed else inner[None])
     factors = [first] if second is None else [rows[0], second]
@@ -173,7 +176,8 @@ def _sites(flow: Flow, op: Op, inner: Tensor, weight: Value) -> list[Tensor]:
 
 def _computed_weight(flow: Flow, op: Op, weight: Value) -> str:
     detail = f"{op.name} with {flow.describe(weight)}"
-    return because(op, "merged by a computed weight", detail=detail)
+    remedy = "compute the weight with torch.nn.utils.parametrize"
+    return because(op, "merged by a computed weight", detail=detail, remedy=remedy)
 
 
 # --- matrix products ------------------------------------------------------------------------------
@@ -196,11 +200,11 @@ def matmul(flow: Flow, op: Op) -> None:
     if not _has_heads(flow, source):
         incoming = flow.on(source, dim - 1 if weight is right else dim - 2)
     elif inner is not None:
-        flow.labels.freeze(inner, because(op, "reads a part of every head"))
+        flow.labels.freeze(inner, because(op, "reads a part of every head", remedy=HEADS_AS_WHOLE))
     rows, columns = flow.on(left, dim - 2), flow.on(right, dim - 1)
     layers = [along(v, a, dim) for v, a in ((rows, dim - 2), (columns, dim - 1)) if v is not None]
     if dim == 3 and (batch := flow.on(source, 0)) is not None:
-        flow.labels.freeze(batch, because(op, "batched product of channels"))
+        flow.labels.freeze(batch, because(op, "batched product of channels", remedy=POINTWISE))
     outer, other = (columns, rows) if weight is right else (rows, columns)
     _contract(flow, op, incoming, inner, weight, outer, source)
     if other is not None:  # rows carry channels too: the cost has degree three
@@ -217,7 +221,7 @@ def matvec(flow: Flow, op: Op) -> None:
     heads = len(source.shape) == 2 and _has_heads(flow, source)
     incoming, inner = (None if heads else flow.on(source, -1)), flow.on(weight, -1)
     if heads and inner is not None:
-        flow.labels.freeze(inner, because(op, "reads a part of every head"))
+        flow.labels.freeze(inner, because(op, "reads a part of every head", remedy=HEADS_AS_WHOLE))
     rows = flow.on(left, 0) if len(left.shape) == 2 else None
     _contract(flow, op, incoming, inner, weight, rows if weight is left else None, source)
     if weight is right and rows is not None:
@@ -299,8 +303,9 @@ def _contract(
             flow.labels.freeze(inner, _unknown_origin(flow, op, source or op.args[0]))
         if incoming is not None:
             fact = "merged with a tensor that has no channels to follow"
-            detail = f"{op.name} with {flow.describe(weight)}"
-            flow.labels.freeze(incoming, because(op, fact, detail=detail))
+            tensor = flow.describe(weight)
+            detail, remedy = f"{op.name} with {tensor}", for_origin(tensor, POINTWISE)
+            flow.labels.freeze(incoming, because(op, fact, detail=detail, remedy=remedy))
         flow.contractions.append(Contraction(op, outers, [], outers))
         return
     flow.labels.join(incoming, inner)
@@ -310,4 +315,5 @@ def _contract(
 
 def _unknown_origin(flow: Flow, op: Op, source: Value) -> str:
     detail = f"{op.name} of {flow.describe(source)}"
-    return because(op, "reads channels of unknown origin (or the input)", detail=detail)
+    fact = "reads channels of unknown origin (or the input)"
+    return because(op, fact, detail=detail, remedy=ORIGIN)

@@ -10,7 +10,7 @@ from ...tracing.tape import Op, Value
 from .. import labels as lab
 from ..labels import along, compress, support
 from ..propagation import AtLeast, Flow
-from ..reasons import POINTWISE, because
+from ..reasons import ORIGIN, POINTWISE, because, for_origin
 from .elementwise import fits, freeze_unlabelled, merge
 
 # --- views and permutations -----------------------------------------------------------------------
@@ -139,7 +139,8 @@ def _slice_with_step(flow: Flow, op: Op, layer: Tensor, axis: int) -> None:
     if rest:
         flow.labels.flatten_onto(layer, rest)
     else:
-        flow.labels.freeze(layer, because(op, f"one of every {op.args[4]} channels is taken"))
+        fact = f"one of every {op.args[4]} channels is taken"
+        flow.labels.freeze(layer, because(op, fact, remedy=POINTWISE))
 
 
 def select(flow: Flow, op: Op) -> None:
@@ -225,9 +226,10 @@ def _new_piece(flow: Flow, op: Op, part: Value, axis: int) -> Tensor:
     if flow.is_uniform(part):
         flow.set(part, [*flow.layers(part), piece])
     else:
-        detail = f"{op.name} with {flow.describe(part)}"
+        tensor = flow.describe(part)
         fact = "joined with channels of unknown origin"
-        flow.labels.freeze(piece, because(op, fact, detail=detail))
+        detail, remedy = f"{op.name} with {tensor}", for_origin(tensor, ORIGIN)
+        flow.labels.freeze(piece, because(op, fact, detail=detail, remedy=remedy))
     return piece
 
 
@@ -265,7 +267,8 @@ def _padded(flow: Flow, op: Op, layer: Tensor, axis: int, amounts: tuple[int, in
     if rest:  # places within a head: entire heads are removed
         return flow.labels.flatten_onto(layer, rest)
     if min(amounts) < 0:
-        flow.labels.freeze(layer, because(op, "channels are cropped by negative padding"))
+        fact = "channels are cropped by negative padding"
+        flow.labels.freeze(layer, because(op, fact, remedy="slice them instead"))
         return layer
     before, after = (along(flow.labels.fresh(n), axis, layer.dim()) for n in amounts)
     flow.channel_counts.append((op, layer, axis))

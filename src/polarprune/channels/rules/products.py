@@ -11,7 +11,7 @@ from torch import Tensor
 from ...tracing.tape import Op, Value
 from ..labels import support, with_leading_axes
 from ..propagation import Contraction, Flow
-from ..reasons import because
+from ..reasons import HEADS, POINTWISE, because
 from .elementwise import merge
 
 
@@ -29,7 +29,7 @@ def outer_product(flow: Flow, op: Op, left: Value, right: Value) -> None:
         else:
             unmatched.append(layer)
     for layer in unmatched:
-        flow.labels.freeze(layer, because(op, "batched product of channels"))
+        flow.labels.freeze(layer, because(op, "batched product of channels", remedy=POINTWISE))
     vectors = [layer.flatten() for layer in kept]
     flow.contractions.append(Contraction(op, vectors, [], vectors))
     flow.set(op.outs[0], kept)
@@ -51,7 +51,8 @@ def batched_product(flow: Flow, op: Op, left: Value, right: Value, bias: list[Va
             if contracted in support(layer):
                 rest = tuple(axis for axis in support(layer) if axis != contracted)
                 if not rest:
-                    flow.labels.freeze(layer, because(op, "product of two sets of channels"))
+                    fact = "product of two sets of channels"
+                    flow.labels.freeze(layer, because(op, fact, remedy=HEADS))
                     continue
                 layer = flow.labels.flatten_onto(layer, rest)
             merge(flow, merged, layer)
@@ -81,12 +82,12 @@ def attention(flow: Flow, op: Op) -> None:
 def _layer_of_heads(flow: Flow, op: Op, layer: Tensor, dim: int) -> Tensor | None:
     """Return a layer of a query, key or value as it varies along heads, or freeze it."""
     if dim - 2 in support(layer):
-        flow.labels.freeze(layer, because(op, "attention between channels"))
+        flow.labels.freeze(layer, because(op, "attention between channels", remedy=POINTWISE))
         return None
     if dim - 1 in support(layer):
         heads = tuple(axis for axis in support(layer) if axis < dim - 2)
         if not heads:
-            flow.labels.freeze(layer, because(op, "attention over all channels"))
+            flow.labels.freeze(layer, because(op, "attention over all channels", remedy=HEADS))
             return None
         layer = flow.labels.flatten_onto(layer, heads)
     if dim - 3 in support(layer):  # a key head that serves several queries is removed with them
@@ -99,6 +100,7 @@ def _add_product(flow: Flow, op: Op, merged: list[Tensor]) -> None:
     """Record a product of at most two sets of channels, and freeze the others."""
     vectors = [layer.flatten() for layer in merged]
     for vector in vectors[2:]:
-        flow.labels.freeze(vector, because(op, "product of several sets of channels"))
+        fact = "product of several sets of channels"
+        flow.labels.freeze(vector, because(op, fact, remedy=POINTWISE))
     flow.contractions.append(Contraction(op, vectors[:2], [], vectors[:2]))
     flow.set(op.outs[0], merged)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...tracing.tape import Op, Value
 from ..labels import along, support, with_leading_axes
 from ..propagation import AtLeast, Flow
-from ..reasons import because, mixes
+from ..reasons import ORIGIN, because, mixes, norm_mixes
 
 _WEIGHABLE = ("mean", "sum", "var", "var_mean", "linalg_vector_norm")
 
@@ -151,7 +151,8 @@ def channel_norm(flow: Flow, op: Op) -> None:
             flow.labels.join(vector, channels)
         elif vector is not None:
             fact = f"{op.name} normalises channels of unknown origin"
-            flow.labels.freeze(vector, because(op, fact, detail=flow.describe(source)))
+            detail = flow.describe(source)
+            flow.labels.freeze(vector, because(op, fact, detail=detail, remedy=ORIGIN))
     for out in op.outs:
         if len(out.shape) == len(source.shape):
             flow.set(out, flow.layers(source))
@@ -172,7 +173,7 @@ def group_norm(flow: Flow, op: Op) -> None:
         if groups > 1:
             flow.labels.join(rows, rows[:, :1])
         elif not flow.weight_mean(op, along(channels, 1, len(source.shape))):
-            flow.labels.freeze(channels, because(op, "group norm over all channels"))
+            flow.labels.freeze(channels, norm_mixes(op, weighted=flow.norms(op.module)))
     flow.set(op.outs[0], flow.layers(source))
 
 
@@ -198,5 +199,5 @@ def layer_norm(flow: Flow, op: Op) -> None:
                 flow.labels.join(layer, mixed[0])
     else:
         for layer in (*scales, *mixed):
-            flow.labels.freeze(layer, because(op, "layer norm mixes channels"))
+            flow.labels.freeze(layer, norm_mixes(op, weighted=flow.norms(op.module)))
     flow.set(op.outs[0], layers)
