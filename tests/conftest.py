@@ -16,11 +16,11 @@ torch.set_num_threads(1)
 def pytest_collection_finish() -> None:
     """Spare the garbage collector what was imported, which stays until the end."""
     gc.collect()
-    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # `torch.manual_seed` seeds devices, too, slowly
     if "torch._dynamo" in sys.modules:  # what other tests compiled counts towards its limits
         torch._dynamo.reset()

@@ -10,6 +10,7 @@ import copy
 import hashlib
 import sys
 from collections.abc import Hashable, Iterator
+from dataclasses import replace
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -59,11 +60,13 @@ def key(model: nn.Module, example: Any, options: dict[str, Any]) -> Hashable:
 
 
 def survey_once(model: nn.Module, example: Any, **options: Any) -> Graph:
-    """Return a copy of the graph that this model had when it was traced before."""
+    """Return the graph that this model had when it was traced before."""
     wanted = key(model, example, options)
     if wanted not in GRAPHS:
         GRAPHS[wanted] = SURVEY(model, example, **options)
-    return copy.deepcopy(GRAPHS[wanted])
+    cost = copy.copy(GRAPHS[wanted].cost)
+    cost.parts = dict(cost.parts)  # the rest of a graph is frozen; a budget may add a resource
+    return replace(GRAPHS[wanted], resources=cost)
 
 
 def users() -> Iterator[ModuleType]:

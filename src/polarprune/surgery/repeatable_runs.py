@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..rewriting.parametrizations import settle_weights
 from ..torch_internals.patches import full_float32_precision
-from ..tracing.model_state import restored
+from ..tracing.model_state import named_tensors, restored
 
 TorchFunction = Callable[..., object]
 
@@ -93,6 +93,18 @@ def repeatable(model: nn.Module, training: bool) -> Iterator[None]:
         no_autocast[0],
         no_autocast[1],
     ):
-        torch.manual_seed(0)
+        _seed(model)
         settle_weights(model)
         yield
+
+
+def _seed(model: nn.Module) -> None:
+    """Seed the generators that `restored` puts back: those of the CPU and of the model's GPUs.
+
+    `torch.manual_seed` also notes the seed for every kind of device that is not in use yet, with a
+    stack trace each time. That is slow, and would override the user's seed when the device is used.
+    """
+    torch.default_generator.manual_seed(0)
+    for device in {tensor.device for _, tensor in named_tensors(model) if tensor.is_cuda}:
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import html
 import json
 import math
@@ -122,6 +123,16 @@ class Page(HTMLParser):
         return "\n".join(self.words).replace("\N{NO-BREAK SPACE}", " ")
 
 
+@functools.cache
+def drawn_page(data: str) -> str:
+    return Report.from_json(data).to_html()
+
+
+def page_of(report: Report) -> str:
+    """The page of a report, which is drawn once."""
+    return drawn_page(report.to_json())
+
+
 @pytest.fixture(scope="module")
 def real() -> Report:
     """The report of a short run, exported."""
@@ -207,7 +218,7 @@ def test_text_has_the_measurements() -> None:
 
 def test_different_predictions_are_said_aloud() -> None:
     report = example(results={**RESULTS, "identical_predictions": False})
-    for text in (str(report), report.to_markdown(), Page(report.to_html()).text):
+    for text in (str(report), report.to_markdown(), Page(page_of(report)).text):
         assert "NOT identical" in text
 
 
@@ -299,7 +310,7 @@ def test_odd_widths_are_named_with_the_remedy() -> None:
     ]
     wanted = "1 of 5 groups end at a width that is not a multiple of 8 (odd: 13 of 32)"
     report = example(groups=groups)
-    for shown in (str(report), report.to_markdown().replace("\\", ""), report.to_html()):
+    for shown in (str(report), report.to_markdown().replace("\\", ""), page_of(report)):
         assert wanted in shown and "pass multiple_of=8" in shown
     assert odd_widths(example(groups=groups[1:])) == []
 
@@ -320,15 +331,15 @@ def test_a_run_with_multiples_of_8_has_no_odd_widths() -> None:
 
 @every_case
 def test_page_is_balanced_and_needs_nothing_else(report: Report) -> None:
-    page = Page(report.to_html())
+    page = Page(page_of(report))
     assert not {"script", "link", "img", "iframe", "object", "image"} & set(page.tags)
     assert not {"href", "src", "srcset", "data"} & {n for n, _ in page.attributes}
     ids = [value for name, value in page.attributes if name == "id"]
     used = [value for name, value in page.attributes if name == "xlink:href"]
-    used += re.findall(r"url\((.*?)\)", report.to_html())
+    used += re.findall(r"url\((.*?)\)", page_of(report))
     assert {name.removeprefix("#") for name in used} <= set(ids)  # nothing outside the page
     assert not [name for name, _ in page.attributes if name.startswith("on")]
-    assert not re.search(r"https?:|@import", report.to_html())
+    assert not re.search(r"https?:|@import", page_of(report))
 
 
 def test_the_same_report_gives_the_same_page() -> None:
@@ -336,7 +347,7 @@ def test_the_same_report_gives_the_same_page() -> None:
 
 
 def test_page_follows_the_dark_scheme_and_lets_tables_scroll() -> None:
-    text = example(results=RESULTS).to_html()
+    text = page_of(example(results=RESULTS))
     assert "@media (prefers-color-scheme: dark)" in text
     drawn = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
     assert len(drawn) == 4 + 7
@@ -362,7 +373,7 @@ def test_a_page_without_its_packages_names_the_extra(
 @every_case
 def test_drawn_numbers_are_finite(report: Report) -> None:
     names = {"d", "x", "y", "width", "height", "transform", "viewbox"}
-    drawn = [v for n, v in Page(report.to_html()).attributes if n in names]
+    drawn = [v for n, v in Page(page_of(report)).attributes if n in names]
     assert drawn or not report.history
     assert not [value for value in drawn if re.search("nan|inf", value)]
 
@@ -380,14 +391,14 @@ def test_hostile_names_stay_text() -> None:
             "table": [{"stage": HOSTILE, "accuracy": 0.5}],
         },
     )
-    page = Page(report.to_html())
+    page = Page(page_of(report))
     assert not {"script", "img"} & set(page.tags)
     assert not {"src", "onload"} & {name for name, _ in page.attributes}
     assert "".join(page.words).count(HOSTILE) >= 7
 
 
 def test_page_shows_facts_table_and_reasons() -> None:
-    text = Page(example(results=RESULTS).to_html()).text
+    text = Page(page_of(example(results=RESULTS))).text
     wanted = [
         "50.00 %",
         "1,000,000 of 2,000,000; budget 50 %, met",
@@ -414,7 +425,7 @@ def test_every_budget_is_a_line_at_its_height() -> None:
     assert lines["budget of MACs, 60 %"] == [60, 60]
     assert lines["budget of params, 80 %"] == [80, 80]
     assert list(drawn_lines(plots.cost_chart(CASES["lam"]))) == ["MACs", "params"]
-    assert "budget of MACs, 60 %" in CASES["two budgets"].to_html()
+    assert "budget of MACs, 60 %" in page_of(CASES["two budgets"])
 
 
 def test_charts_draw_the_history() -> None:
@@ -443,7 +454,7 @@ def test_a_log_axis_has_round_ends_and_few_labels(low: float, exponents: range) 
 
 
 def test_histograms_are_cut_off_at_one_half_and_say_so() -> None:
-    words = [word for word in Page(example().to_html()).words if word.strip()]
+    words = [word for word in Page(page_of(example())).words if word.strip()]
     assert [word for word in words if re.fullmatch(r"step \d+", word)] == [
         f"step {step}" for step in (0, 3, 7, 10, 13, 17, 20)
     ]
@@ -452,7 +463,7 @@ def test_histograms_are_cut_off_at_one_half_and_say_so() -> None:
 
 
 def test_a_finished_run_makes_a_page(real: Report) -> None:
-    page = Page(real.to_html())
+    page = Page(page_of(real))
     assert page.tags.count("svg") == 4 + len(real.snapshots())
     assert "Prunable groups" in page.text and "Frozen groups" in page.text
 
