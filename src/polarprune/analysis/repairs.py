@@ -74,11 +74,14 @@ def _options(
     inspection: Inspection, graph: Graph, path: str, taken: dict[str, Location]
 ) -> list[Option]:
     """Return the integer attributes of a module, each with every width that it may follow."""
+    plans: list[Tensor] = [
+        graph.settle(graph.alive(trial_plan(graph, seed))) for seed in range(PLANS)
+    ]
     return [
         (name, location, telling)
         for name, value in vars(inspection.modules[path]).items()
         if type(value) is int and value > 1 and name not in taken
-        for location, telling in _distinct_widths(graph, path, value)
+        for location, telling in _distinct_widths(graph, path, value, plans)
     ]
 
 
@@ -92,15 +95,14 @@ def _alike(inspection: Inspection, graph: Graph, path: str) -> list[str]:
     return [other for other in inspection.same_class(path) if form(other) == form(path)]
 
 
-def _distinct_widths(graph: Graph, path: str, size: int) -> list[tuple[Location, set[int]]]:
+def _distinct_widths(
+    graph: Graph, path: str, size: int, plans: list[Tensor]
+) -> list[tuple[Location, set[int]]]:
     """Return locations in a module that have this size now but shrink differently.
 
-    Each comes with the seeds of plans that tell it from the others: for each other location the
+    Each comes with the numbers of plans that tell it from the others: for each other location the
     first plan that leaves different widths at the two.
     """
-    plans: list[Tensor] = [
-        graph.settle(graph.alive(trial_plan(graph, seed))) for seed in range(PLANS)
-    ]
     found: dict[tuple[int, ...], Location] = {}
     for location in graph.layout.locations(path, size):
         widths = tuple(graph.width(path, location, alive) for alive in plans)

@@ -99,14 +99,19 @@ class Layout:
         return value.shape[axis] if kept is None else int(kept.sum())
 
     def locations(self, path: str, size: int) -> list[Location]:
-        """Return the locations in a module that have this size and prunable channels."""
-        return [
-            (number, tensor, axis)
-            for number, op in enumerate(self.ops_in(path))
-            for tensor, value in enumerate(op.tensors())
-            for axis, width in enumerate(value.shape)
-            if width == size and self._is_prunable(value, axis)
-        ]
+        """Return the locations in a module that have this size and prunable channels.
+
+        Of several with the same layers, which shrink alike, it returns the first.
+        """
+        found: dict[tuple[int, ...], Location] = {}
+        for number, op in enumerate(self.ops_in(path)):
+            for tensor, value in enumerate(op.tensors()):
+                layers = tuple(map(id, self.values.get(value, [])))
+                for axis, width in enumerate(value.shape):
+                    new = width == size and (axis, *layers) not in found
+                    if new and self._is_prunable(value, axis):
+                        found[axis, *layers] = (number, tensor, axis)
+        return list(found.values())
 
     def _is_prunable(self, value: Value, axis: int) -> bool:
         """Return True if a tensor has prunable units that vary along an axis."""

@@ -16,7 +16,6 @@ POINTWISE = (
 )
 HEADS = "split the channels into several heads, which can be removed one by one"
 HEADS_AS_WHOLE = "merge the heads into one axis before this layer to prune single channels"
-NORMS = "norms=True may make them prunable"
 ORIGIN = "put a layer before it that makes the channels"
 CONSTANT_INDEX = "only a constant vector of integers (a list in the code, a buffer) can be followed"
 
@@ -49,18 +48,6 @@ def mixes(op: Op) -> str:
     rest of the model, so it is not part of the reason.
     """
     return because(op, f"{op.name} mixes channels", remedy=POINTWISE)
-
-
-def norm_mixes(op: Op, *, weighted: bool) -> str:
-    """Return the reason for a norm over several channels.
-
-    Args:
-        op: the norm.
-        weighted: whether `norms=True` was given, which did not help here.
-    """
-    one_group = "group" in op.name
-    fact = "group norm over all channels" if one_group else "layer norm mixes channels"
-    return because(op, fact, remedy=POINTWISE if weighted else NORMS)
 
 
 def unlabelled(op: Op, tensor: str) -> str:

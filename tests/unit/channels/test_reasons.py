@@ -7,10 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
-import polarprune as pp
 from polarprune import channels
 
 RULES = sorted((Path(channels.__file__).parent / "rules").glob("*.py"))
@@ -35,12 +32,3 @@ def test_rules_give_a_remedy_with_every_reason(file: Path) -> None:
 
 def test_the_search_finds_a_reason_without_a_remedy() -> None:
     assert list(reasons_without_remedy("def rule(flow, op):\n    because(op, 'fact')"))
-
-
-@pytest.mark.parametrize("norm", [nn.GroupNorm(1, 8), nn.LayerNorm([8, 8, 8])])
-def test_norms_are_offered_where_they_may_help(norm: nn.Module) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), norm, nn.Conv2d(8, 4, 3))
-    graph = pp.trace(model, torch.randn(2, 3, 8, 8))
-    assert graph.groups["0"].reason.endswith("; norms=True may make them prunable")
-    opened = pp.trace(model, torch.randn(2, 3, 8, 8), norms=True).groups["0"]
-    assert not opened.frozen or "norms=True" not in opened.reason

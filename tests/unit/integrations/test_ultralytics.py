@@ -25,7 +25,10 @@ from polarprune.integrations.ultralytics import (
 )
 from tests.helpers.detection import FAST, SIZE, write_classes, write_model, write_pictures
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # its own, which nothing here can avoid
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # its own, which nothing here can avoid
+    pytest.mark.usefixtures("shared_traces"),
+]
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "ultralytics.md").read_text(encoding="utf-8")
 HALF = PruningTrainer.with_budget(macs=0.6, compact="auto")

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...tracing.tape import Op, Value
 from ..labels import along, support, with_leading_axes
 from ..propagation import AtLeast, Flow
-from ..reasons import ORIGIN, because, mixes, norm_mixes
+from ..reasons import ORIGIN, POINTWISE, because, mixes
 
 _WEIGHABLE = ("mean", "sum", "var", "var_mean", "linalg_vector_norm")
 
@@ -173,7 +173,8 @@ def group_norm(flow: Flow, op: Op) -> None:
         if groups > 1:
             flow.labels.join(rows, rows[:, :1])
         elif not flow.weight_mean(op, along(channels, 1, len(source.shape))):
-            flow.labels.freeze(channels, norm_mixes(op, weighted=flow.norms(op.module)))
+            fact = "group norm over all channels"
+            flow.labels.freeze(channels, because(op, fact, remedy=POINTWISE))
     flow.set(op.outs[0], flow.layers(source))
 
 
@@ -199,5 +200,6 @@ def layer_norm(flow: Flow, op: Op) -> None:
                 flow.labels.join(layer, mixed[0])
     else:
         for layer in (*scales, *mixed):
-            flow.labels.freeze(layer, norm_mixes(op, weighted=flow.norms(op.module)))
+            fact = "layer norm mixes channels"
+            flow.labels.freeze(layer, because(op, fact, remedy=POINTWISE))
     flow.set(op.outs[0], layers)
