@@ -20,6 +20,8 @@ from polarprune.cost.timing import ModuleTimer
 from tests.helpers.made_up_clock import IMAGES, Clock, net, sum_of, wound_up
 from tests.helpers.nets import NETS, WHOLE_NETS
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:

@@ -14,6 +14,8 @@ from polarprune.cost.other_scores import (
 )
 from tests.helpers.nets import NETS
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 
 def counted(model, example):
     with FlopCounterMode(display=False) as counter, torch.no_grad():

@@ -14,6 +14,8 @@ from tests.helpers import attention_nets, fixed_sizes, norm_nets
 from tests.helpers.exact import VARIANTS, set_gates
 from tests.helpers.nets import NETS
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 Made = tuple[nn.Module, Tensor]
 
 

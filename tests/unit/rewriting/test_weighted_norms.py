@@ -18,6 +18,8 @@ from tests.helpers.exact import counted
 from tests.helpers.nets import randomise
 from tests.helpers.norm_nets import NORMS, RMS, WIDTH, Net, made
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 
 @cache
 def traced(name: str, post: bool = False) -> Graph:

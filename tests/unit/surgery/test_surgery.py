@@ -20,6 +20,8 @@ from polarprune.torch_internals.markers import attached_recipe
 from tests.helpers.exact import VARIANTS, counted, difference, double, pruner_of, set_gates, traced
 from tests.helpers.nets import NETS, BasicBlock, cbr, digits_resnet, head
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 Plan = dict[str, list[int]]
 
 

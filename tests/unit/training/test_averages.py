@@ -191,7 +191,7 @@ def test_copies_that_are_gone_are_forgotten() -> None:
     parts = build()
     for _ in range(5):
         copy.deepcopy(parts[1])
-        gc.collect()
+    gc.collect()
     learn(parts, 0, 25)
     parts[0].compact()
     assert len(parts[0]._compaction.copies._found) <= 1

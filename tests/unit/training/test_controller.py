@@ -13,6 +13,8 @@ from polarprune.gates.gate import gate_slope
 from tests.helpers.nets import resnet20
 from tests.helpers.training import share
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 STEPS, BUDGET = 2000, 0.5
 CHANNEL = 0.04  # of the MACs: the dearest channel of this network
 

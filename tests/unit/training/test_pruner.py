@@ -22,6 +22,8 @@ import polarprune.training.pruner
 from tests.helpers.nets import NETS, digits_resnet
 from tests.helpers.training import alphas, batches, prune, same_state, sgd, share, snapshot, train
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 STEPS = 12
 EXAMPLE = torch.zeros(2, 1, 8, 8)
 
