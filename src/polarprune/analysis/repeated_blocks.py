@@ -170,9 +170,9 @@ def _check_found(graph: Graph, uniform: bool | Sequence[str], sets: _Sets) -> No
         if pattern not in found:
             some = ", ".join(list(graph.prunable)[:4])
             raise PruneError(
-                f"uniform: {pattern!r} matches no two prunable groups of the same size that no "
-                f"earlier pattern matches. Give patterns of names of groups ({some}, …: "
-                f"print(polarprune.trace(model, example)) lists them), or uniform=True."
+                f"uniform: {pattern!r} matches no two prunable groups of the same size; a group "
+                f"belongs to the first pattern that matches it. Give patterns of names of groups "
+                f"({some}, …: print(polarprune.trace(model, example)) lists them), or uniform=True."
             )
 
 
