@@ -106,7 +106,9 @@ def test_patterns_join_what_lies_in_attributes() -> None:
     shape = (2, 7, DIM)
     with pytest.raises(pp.PruneError, match="uniform=True: no two prunable groups are at the same"):
         found(Attributes(), shape)
-    with pytest.raises(pp.PruneError, match="uniform: 'block1.*' matches no two prunable groups"):
+    with pytest.raises(
+        pp.PruneError, match=r"uniform: 'block1\.\*' matches no two prunable groups"
+    ):
         found(Attributes(), shape, ("block*.up", "block1.*"))
     joined = ("block1.up", "block2.up")
     assert found(Attributes(), shape, ("block*.up",)).families == {"block*.up": joined}
