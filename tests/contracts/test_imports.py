@@ -93,6 +93,7 @@ ORDER: dict[str, list[str]] = {
         "apply",
     ],
     "cost": [
+        "families",
         "latency",
         "resources",
         "timing",
@@ -111,6 +112,7 @@ ORDER: dict[str, list[str]] = {
         "confirm",
         "number_reads",
         "other_forwards",
+        "repeated_blocks",
         "unread_numbers",
         "trace",
     ],

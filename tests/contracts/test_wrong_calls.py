@@ -406,6 +406,14 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
         ({"compact": value}, 'compact=.*: give "auto", or call pruner.compact')
         for value in (True, False, "yes", [])
     ),
+    *(
+        ({"uniform": value}, r"uniform=.*: give True, or patterns of names of groups")
+        for value in (None, 1, 0.5, "", [], [3], ["*", None], {})
+    ),
+    ({"uniform": True}, "uniform=True: no two prunable groups are at the same position of rep"),
+    ({"uniform": "nowhere*"}, r"uniform: 'nowhere\*' matches no two prunable groups of the same"),
+    ({"uniform": ["0", "3"]}, r"uniform: '0' matches no two .* names of groups \(0, 3, …"),
+    ({"uniform": True, "macs": None, "lam": 1.0}, "conflicting settings: with lam= every channel"),
     ({"macs": 0.5, "lam": 1.0}, "conflicting settings: lam=1.0 leaves the ratio open, macs"),
     ({"macs": None}, "no goal: give a budget"),
     ({"macs": 0.001}, r"budget out of reach: macs=0.001 \(the lowest is"),

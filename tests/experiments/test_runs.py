@@ -488,6 +488,10 @@ MISTAKES = {
     "--macs 0.00001": "lowest",
     "--macs 0.5 --set compact=yes": "compact='yes'",
     "--macs 0.5 --device cpu:x": "give cpu or cuda",
+    "--macs 0.5 --uniform": "uniform=True: no two prunable groups are at the same position",
+    "--macs 0.5 --uniform --method lasso": "--uniform is for gdp only",
+    "--lam 3 --set uniform=true": "with lam= every channel closes by itself",
+    "--macs 0.5 --set uniform=1": "uniform=1 must be of type bool",
 }
 
 

@@ -87,6 +87,28 @@ class ComputedWeights(nn.Module):
         return self.head(F.relu(self.last(x)))
 
 
+class Feed(nn.Module):
+    """A residual block of two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 16), nn.Linear(16, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.relu(self.up(x)))
+
+
+class Repeated(nn.Module):
+    """Three equal blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Sequential(Feed(), Feed(), Feed()), nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(F.unfold(x, 2, stride=2).mT).mean(1))
+
+
 class TiedTransformer(nn.Module):
     """Patches as tokens, gates in norms, and a weight that two layers share."""
 
@@ -545,6 +567,7 @@ def runs(folder: Path) -> dict[str, Callable[[], Result]]:
         "exported in one process": exported_in_one_process,
         "computed weights": partial(other_layers, ComputedWeights),
         "tied transformer": partial(other_layers, TiedTransformer, norms=True),
+        "uniform widths": partial(other_layers, Repeated, uniform=True),
         "sharded refusals": sharded_refusals,
         "tensor parallel": tensor_parallel,
     }

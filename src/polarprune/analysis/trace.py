@@ -30,6 +30,7 @@ from ..validation.arguments import checked_rules, keep_patterns
 from ..validation.models import check_example, check_model
 from .confirm import confirm
 from .inspection import Inspection
+from .repeated_blocks import with_families
 from .unread_numbers import follow_unread_numbers
 
 
@@ -94,12 +95,14 @@ def survey(
     norms: bool = False,
     compare_outputs: bool = False,
     min_channels: int = 0,
+    uniform: bool | tuple[str, ...] = False,
 ) -> Graph:
-    """Do what `trace` does, with two more settings.
+    """Do what `trace` does, with three more settings.
 
     Args:
         compare_outputs: Compare the outputs of trial cuts, too.
         min_channels: How many channels every group keeps at least.
+        uniform: Which groups keep equally many units (see `repeated_blocks`).
     """
     patterns, own = keep_patterns(keep), checked_rules(rules)
     if not isinstance(norms, bool):
@@ -115,7 +118,7 @@ def survey(
     graph = _confirmed(inspection, compare_outputs)
     held = {path: fixed_values(model.get_submodule(path)) for path in graph.rewritten}
     frozen = {name: group.reason for name, group in graph.groups.items() if group.frozen}
-    return replace(
+    graph = replace(
         graph,
         rewrites=replace(
             graph.rewrites, computed=names, forward_weights=forward_weights, held=held
@@ -123,6 +126,7 @@ def survey(
         notes=(*graph.notes, *remarks, *weights.notes(frozen)),
         with_norms=inspection.more_with_norms(graph),
     )
+    return with_families(graph, model, uniform)
 
 
 def _confirmed(inspection: Inspection, compare_outputs: bool) -> Graph:

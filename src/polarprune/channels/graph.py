@@ -114,6 +114,7 @@ class Graph:
         unknown: Operations without a rule, and where they occur; they freeze their channels.
         notes: Remarks for the user, one sentence each.
         with_norms: How many more channels `norms=True` may make prunable.
+        families: Sets of groups that keep equally many units, by the position that they share.
         resources: The cost model; None while the graph is being built. Users read `cost`.
     """
 
@@ -123,6 +124,7 @@ class Graph:
     unknown: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     with_norms: int = 0
+    families: dict[str, tuple[str, ...]] = field(default_factory=dict)
     resources: Cost | None = field(default=None, repr=False)
 
     @property

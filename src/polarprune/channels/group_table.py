@@ -85,10 +85,14 @@ def _summary(graph: Graph) -> str:
 
 
 def _remarks(graph: Graph) -> list[str]:
-    """Return what else the user should know: unknown operations, notes, what norms=True gains."""
+    """Return what else the user should know: unknown operations, families, notes, norms."""
     lines = [
         f"unknown operation: {name} in {where}; teach it with rules={{torch.ops.…: rule}}"
         for name, where in graph.unknown.items()
+    ]
+    lines += [
+        f"uniform: {family}: {len(names)} groups of {graph.groups[names[0]].size} keep equally many"
+        for family, names in graph.families.items()
     ]
     lines += [f"note: {note}" for note in folded(graph.notes)]
     if graph.with_norms:

@@ -59,7 +59,7 @@ Occurrences = tuple[tuple[int, int], ...]  # (number of an axis, how often a uni
 
 
 @dataclass(frozen=True)
-class _Family:
+class _Alike:
     """Units with the same occurrences. `roots` names them, in ascending order of the first."""
 
     occurrences: Occurrences
@@ -74,33 +74,33 @@ class _Roles:
     consumed: set[int]  # numbers of axes at which contractions read channels
     produced: set[int]  # numbers of axes from which channels come
 
-    def matter(self, family: _Family) -> bool:
+    def matter(self, alike: _Alike) -> bool:
         """Return True if a layer makes or merges these units."""
-        return any(axis in self.consumed | self.produced for axis, _ in family.occurrences)
+        return any(axis in self.consumed | self.produced for axis, _ in alike.occurrences)
 
-    def lacking(self, family: _Family) -> str:
+    def lacking(self, alike: _Alike) -> str:
         """Return why a unit without any other reason is frozen, or an empty string."""
-        if not any(axis in self.consumed for axis, _ in family.occurrences):
+        if not any(axis in self.consumed for axis, _ in alike.occurrences):
             return (
                 "no layer merges these channels, so no gate can close them; read them by a layer "
                 "with a weight"
             )
-        if not any(axis in self.produced for axis, _ in family.occurrences):
+        if not any(axis in self.produced for axis, _ in alike.occurrences):
             return (
                 "no layer makes these channels: they come from a plain parameter or a buffer; make "
                 "them by a layer"
             )
         return ""
 
-    def producers(self, family: _Family) -> list[str]:
+    def producers(self, alike: _Alike) -> list[str]:
         """Return the modules that make these units, without those that also merge them."""
-        makers = [axis for axis, _ in family.occurrences if axis in self.produced]
+        makers = [axis for axis, _ in alike.occurrences if axis in self.produced]
         only = [self._owner(axis) for axis in makers if axis not in self.consumed]
         return only or [self._owner(axis) for axis in makers]
 
-    def consumers(self, family: _Family) -> list[str]:
+    def consumers(self, alike: _Alike) -> list[str]:
         """Return the modules that merge these units."""
-        return [self._owner(axis) for axis, _ in family.occurrences if axis in self.consumed]
+        return [self._owner(axis) for axis, _ in alike.occurrences if axis in self.consumed]
 
     def _owner(self, axis: int) -> str:
         """Return the module of an axis; the name of the tensor if the root module owns it."""
@@ -124,9 +124,9 @@ def _form_groups(flow: Flow, frozen: Mapping[str, str]) -> _Formed:
     groups: dict[str, Group] = {}
     unit_of_root = torch.full((flow.labels.count,), FROZEN)
     offset = 0
-    for family in filter(roles.matter, _families(flow.labels, root)):
-        for reason, members in _split_by_reason(family, reasons, roles.lacking(family)):
-            group = _group(roles, family, len(members), reason, groups)
+    for alike in filter(roles.matter, _alike(flow.labels, root)):
+        for reason, members in _split_by_reason(alike, reasons, roles.lacking(alike)):
+            group = _group(roles, alike, len(members), reason, groups)
             if not group.frozen and group.name in frozen:
                 group = replace(group, frozen=True, reason=frozen[group.name])
             if not group.frozen:
@@ -138,10 +138,10 @@ def _form_groups(flow: Flow, frozen: Mapping[str, str]) -> _Formed:
 
 
 def _group(
-    roles: _Roles, family: _Family, size: int, reason: str, taken: Mapping[str, Group]
+    roles: _Roles, alike: _Alike, size: int, reason: str, taken: Mapping[str, Group]
 ) -> Group:
     """Make a group, named after its first producer; a number is added where that is taken."""
-    producers, consumers = roles.producers(family), roles.consumers(family)
+    producers, consumers = roles.producers(alike), roles.consumers(alike)
     base = (producers or consumers)[0]
     name, number = base, 2
     while name in taken:
@@ -151,20 +151,20 @@ def _group(
 
 
 def _split_by_reason(
-    family: _Family, reasons: tuple[Tensor, list[str]], lacking: str
+    alike: _Alike, reasons: tuple[Tensor, list[str]], lacking: str
 ) -> Iterator[tuple[str, Tensor]]:
-    """Split a family: the prunable units first, then those of each reason, in order of the text.
+    """Split a set of units: the prunable ones first, then those of each reason, by its text.
 
     `reasons` holds the number of the reason of every root, or -1, and the texts. `lacking` is the
     reason of number -1: as the last of the texts it has that index. An empty text sorts first.
     """
-    numbers, texts = reasons[0][family.roots], [*reasons[1], lacking]
+    numbers, texts = reasons[0][alike.roots], [*reasons[1], lacking]
     for number in sorted(numbers.unique().tolist(), key=lambda number: texts[number]):
-        yield texts[number], family.roots[numbers == number]
+        yield texts[number], alike.roots[numbers == number]
 
 
-def _families(labels: Labels, root: Tensor) -> list[_Family]:
-    """Sort units into families with the same occurrences, ordered by their smallest unit.
+def _alike(labels: Labels, root: Tensor) -> list[_Alike]:
+    """Sort units into sets with the same occurrences, ordered by their smallest unit.
 
     The occurrences of a unit become a short list of integers, its *signature*; all signatures lie
     in one vector, unit after unit. Neighbouring units mostly have the same signature, so Python
@@ -181,7 +181,7 @@ def _families(labels: Labels, root: Tensor) -> list[_Family]:
         signature = tuple(signatures[start : start + length].tolist())
         found.setdefault(signature, []).append(run)
     return [
-        _Family(tuple(divmod(packed, stride) for packed in signature), torch.cat(runs_of_units))
+        _Alike(tuple(divmod(packed, stride) for packed in signature), torch.cat(runs_of_units))
         for signature, runs_of_units in found.items()
     ]
 

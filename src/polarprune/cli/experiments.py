@@ -32,6 +32,7 @@ from .run_options import (
     MethodName,
     Network,
     Seed,
+    Uniform,
     parse_changes,
     shown_progress,
 )
@@ -63,6 +64,7 @@ def train(
     start: Annotated[
         Path | None, typer.Option(help="initial weights of a baseline, where names agree")
     ] = None,
+    uniform: Uniform = False,
     change: Changes = None,
     seed: Seed = None,
     hold_out: HoldOut = 0,
@@ -76,9 +78,10 @@ def train(
     limits = {"macs": macs, "params": params, "lam": lam}
     given = {key: limit for key, limit in limits.items() if limit is not None}
     try:
+        changes = parse_changes(change, seed, uniform)
         if given:
-            check(method, given)
-        wanted, found = prepare(network, data, parse_changes(change, seed), hold_out)
+            check(method, given, bool(changes.get("uniform")))
+        wanted, found = prepare(network, data, changes, hold_out)
         if dry_run < 0:
             raise PruneError(f"--dry-run {dry_run}: give a number of steps.")
         with texts_on_stderr(as_json), shown_progress(device) as (here, show):

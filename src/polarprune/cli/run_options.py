@@ -27,6 +27,9 @@ Baseline = Annotated[
 Changes = Annotated[
     list[str] | None, typer.Option("--set", help="change a setting of the preset: epochs=100")
 ]
+Uniform = Annotated[
+    bool, typer.Option("--uniform", help="keep the same widths in repeated blocks (gdp only)")
+]
 Seed = Annotated[int | None, typer.Option(help="seed of all random numbers")]
 HoldOut = Annotated[
     int, typer.Option(help="score on this many training images instead of the test set")
@@ -34,8 +37,10 @@ HoldOut = Annotated[
 Device = Annotated[str, typer.Option(help="cpu or cuda; by default cuda if torch finds a GPU")]
 
 
-def parse_changes(given: list[str] | None, seed: int | None) -> dict[str, Any]:
-    """Parse `--set key=value` (`schedule.done=0.4` changes the schedule), and add `--seed`."""
+def parse_changes(
+    given: list[str] | None, seed: int | None, uniform: bool = False
+) -> dict[str, Any]:
+    """Parse `--set key=value` (`schedule.done=0.4` changes the schedule); add the other options."""
     found: dict[str, Any] = {}
     for text in given or []:
         key, equals, value = text.partition("=")
@@ -45,7 +50,8 @@ def parse_changes(given: list[str] | None, seed: int | None) -> dict[str, Any]:
             found[key] = json.loads(value)
         except json.JSONDecodeError:
             found[key] = value
-    return found if seed is None else {**found, "seed": seed}
+    more = {"seed": seed} if seed is not None else {}
+    return {**found, **more, **({"uniform": True} if uniform else {})}
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from .run_options import (
     MethodName,
     Network,
     Seed,
+    Uniform,
     parse_changes,
     shown_progress,
 )
@@ -47,6 +48,7 @@ def sweep(
         Path("runs/sweep")
     ),
     baseline: Baseline = None,
+    uniform: Uniform = False,
     change: Changes = None,
     seed: Seed = None,
     hold_out: HoldOut = 0,
@@ -63,10 +65,10 @@ def sweep(
 ) -> None:
     """Prune one network to several budgets, and score the small network at each of them."""
     try:
-        budgets = _budgets(macs, method)
+        changes = parse_changes(change, seed, uniform)
+        budgets = _budgets(macs, method, bool(changes.get("uniform")))
         _check_numbers(seeds, threads)
         optional_package("matplotlib", needed_for="the picture of a sweep", extra="report")
-        changes = parse_changes(change, seed)
         settings, found = prepare(network, data, changes, hold_out)
         weights = str(baseline or out / "baseline.safetensors")
         own = threads or torch.get_num_threads()
@@ -97,7 +99,7 @@ def sweep(
         _show_results(rows, found, out)
 
 
-def _budgets(given: list[str], method: str) -> list[float]:
+def _budgets(given: list[str], method: str, uniform: bool) -> list[float]:
     """Return the budgets of `--macs 0.7,0.5 --macs 0.3`, smallest first."""
     found = set()
     for text in ",".join(given).split(","):
@@ -106,7 +108,7 @@ def _budgets(given: list[str], method: str) -> list[float]:
         except ValueError as error:
             raise PruneError(f"--macs {text}: give fractions, as --macs 0.7,0.5.") from error
     for share in found:
-        check(method, {"macs": share})
+        check(method, {"macs": share}, uniform)
     return sorted(found)
 
 

@@ -5,12 +5,19 @@ the order of `graph.prunable`. A group closes in blocks of `multiple` channels, 
 end on multiples. With `multiple_of=1` a block is one channel. Within a group, the channels of the
 least importance are in the first block. Importance is |α|, or what a gate is worth to the loss.
 
+Families. Groups that are to keep equal widths are a family (`Graph.families`), and close together:
+a block of a family has as many channels of each of its groups, the least important of each. All
+other groups are families of one. Only `Graph.settle` may make widths in a family differ for a few
+steps, while something behind the family closes. Channels by which a group is wider than the
+narrowest of its family are then in no block; landing closes them.
+
 Excess and prices. The excess of widths is the largest, over all resources, of share - limit, where
 a share is cost / original cost; the budget is met when it is at most 0. The price of a channel is
 what it costs at the present widths. Resources are weighted by how far each is above its limit.
 
-Order. Blocks close in the order of importance / price. Importance is multiplied here by original
-width / remaining width, so that a narrow group loses its last channels late.
+Order. Blocks close in the order of importance / price, both added up over the groups of a family.
+Importance is multiplied here by original width / remaining width, so that a narrow group loses its
+last channels late.
 
 Landing. `land` closes blocks in that order until the excess is at most 0. It skips a block that
 would end the excess while smaller ones are left to close. The last block may save more than was
@@ -29,6 +36,7 @@ from torch import Tensor
 
 from ..channels.graph import FROZEN, Graph
 from ..errors import PruneError
+from .families import Families, FamilyLimits
 from .resources import Cost, Part
 from .width_search import WidthSearch
 
@@ -40,9 +48,9 @@ _SOON = 4.0  # within this many of the costliest blocks of the budget, landing i
 class Blocks:
     """The blocks that may close, in the order in which they should."""
 
-    group: Tensor  # number of the group of each block
-    count: Tensor  # channels in each block
-    key: Tensor  # importance / price, where importance is that of the block's top channel
+    family: Tensor  # number of the family of each block
+    count: Tensor  # channels of each group of the family in each block
+    key: Tensor  # importance / price, where importance is that of the top channel of each group
     member: Tensor  # for every entry of α the number of its block, or -1 if it must not close
 
 
@@ -57,6 +65,7 @@ class Budget:
 
     Attributes:
         owner: For every entry of α, the number of its group.
+        families: Which groups keep equal widths.
         multiple: For every group, how many of its units close at once.
         minimum: For every group, the least allowed width.
         is_coarse: Whether some blocks are larger than one unit.
@@ -72,16 +81,26 @@ class Budget:
         self.limits = limits
         self.original = {key: max(value, 1) for key, value in self.cost.original().items()}
         self.owner = torch.tensor([i for i, g in enumerate(groups) for _ in range(g.size)])
-        self.multiple = multiples(graph, multiple_of)
+        self.families = Families(list(graph.prunable), graph.families.values())
+        self.multiple = self._one_multiple(multiples(graph, multiple_of))
         sizes = self.cost.full.long()
         least = torch.tensor([g.minimum for g in groups])
+        least = self.families.of_groups(self.families.most(least))
         blocks = torch.div(least + self.multiple - 1, self.multiple, rounding_mode="floor")
         self.minimum = torch.minimum(blocks * self.multiple, sizes)
         # A group narrower than one multiple closes entirely or not at all.
         narrow = sizes < self.multiple
         self.multiple = torch.where(narrow, sizes, self.multiple)
         self.minimum = torch.where(narrow, sizes * (self.minimum > 0), self.minimum)
-        self.is_coarse = bool((self.multiple > 1).any())
+        self.is_coarse = bool((self.multiple > 1).any()) or self.families.several
+        self._by_family = FamilyLimits(self)
+
+    def _one_multiple(self, multiple: Tensor) -> Tensor:
+        """Return for every group the least common multiple in its family."""
+        found = [1] * len(self.families.first)
+        for family, own in zip(self.families.number.tolist(), multiple.tolist(), strict=True):
+            found[family] = math.lcm(found[family], own)
+        return self.families.of_groups(torch.tensor(found))
 
     def add(self, key: str, part: Part) -> None:
         """Add a resource to which the limits refer."""
@@ -155,36 +174,51 @@ class Budget:
             return self._sort(alpha, _importance(alpha, importance))
 
     def _sort(self, alpha: Tensor, importance: Tensor) -> Blocks:
-        n = self.widths(alpha).long()
+        families, widths = self.families, self.widths(alpha).long()
+        level = families.least(widths)
+        n = families.of_groups(level)
         order, owner, rank = self._ranked(alpha, importance)
-        closes = rank < (n - self.minimum)[owner]
+        if families.several:
+            rank = rank - (widths - n)[owner]  # below 0: the group is wider than its family
+        closes = (rank >= 0) & (rank < (n - self.minimum)[owner])
         order, owner, rank = order[closes], owner[closes], rank[closes]
-        # Groups and ranks ascend, so equal blocks are adjacent and need no sorting. A block is one
-        # integer here: group · entries + number in the group.
-        number = self._block_number(n, owner, rank)
-        packed = owner * (len(self.owner) + 1) + number
-        found, inverse, count = packed.unique_consecutive(return_inverse=True, return_counts=True)
-        group = torch.div(found, len(self.owner) + 1, rounding_mode="floor")
+        family, count, first = self._blocks_at(level)
+        number, is_top = self._block_numbers(n, owner, rank)
+        block = families.of_groups(first)[owner] + number
         scarcity = self.cost.full[owner] / (n[owner] - rank)  # grows as few channels are left
-        top = torch.zeros(len(found), dtype=torch.float64)
-        top = top.scatter_reduce(
-            0, inverse, importance[order] * scarcity, "amax", include_self=False
-        )
-        key = top / self.price(n.double())[group]
+        top = torch.zeros(len(family), dtype=torch.float64)
+        top.index_add_(0, block[is_top], (importance[order] * scarcity)[is_top])
+        key = top / families.totals(self.price(widths.double()))[family]
         ranking = key.argsort(stable=True)
         position = torch.empty_like(ranking)
         position[ranking] = torch.arange(len(ranking))
         member = torch.full_like(self.owner, FROZEN)
-        member[order] = position[inverse]
-        return Blocks(group[ranking], count[ranking], key[ranking], member)
+        member[order] = position[block]
+        return Blocks(family[ranking], count[ranking], key[ranking], member)
 
-    def _block_number(self, n: Tensor, owner: Tensor, rank: Tensor) -> Tensor:
+    def _blocks_at(self, level: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the families and the sizes of all blocks, and the first block of each family.
+
+        The first block of a family has the channels above a multiple, every other one a multiple.
+        """
+        multiple = self._by_family.multiple
+        wide = (level - self._by_family.minimum).clamp_min(0)
+        many = torch.div(wide + multiple - 1, multiple, rounding_mode="floor")
+        first = torch.cumsum(many, 0) - many
+        family = torch.arange(len(level)).repeat_interleave(many)
+        count = multiple[family]
+        some = many > 0
+        count[first[some]] = (wide - (many - 1) * multiple)[some]
+        return family, count, first
+
+    def _block_numbers(self, n: Tensor, owner: Tensor, rank: Tensor) -> tuple[Tensor, Tensor]:
         """Return the number, in its group, of the block of the channel with this rank.
 
-        The first block of a group has the channels above a multiple, every other one a multiple.
+        And whether the channel is the most important one of its block, which has the highest rank.
         """
-        shift = (self.multiple - n % self.multiple) % self.multiple
-        return torch.div(rank + shift[owner], self.multiple[owner], rounding_mode="floor")
+        multiple = self.multiple[owner]
+        place = rank + ((self.multiple - n % self.multiple) % self.multiple)[owner]
+        return torch.div(place, multiple, rounding_mode="floor"), (place + 1) % multiple == 0
 
     def _ranked(self, alpha: Tensor, importance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sort the entries of α that are not closed by group, then by importance.
@@ -201,12 +235,13 @@ class Budget:
 
     def after(self, n: Tensor, blocks: Blocks, k: int) -> Tensor:
         """Return the widths when the first `k` blocks are closed."""
-        gone = torch.zeros_like(n).index_add(0, blocks.group[:k], blocks.count[:k].double())
-        return n - gone
+        gone = n.new_zeros(len(self.families.first))
+        gone.index_add_(0, blocks.family[:k], blocks.count[:k].double())
+        return n - self.families.of_groups(gone)
 
     def needed(self, n: Tensor, blocks: Blocks, target: float) -> int:
         """Return how many blocks have to close, in order, for an excess of at most `target`."""
-        low, high = 0, len(blocks.group)
+        low, high = 0, len(blocks.family)
         while low < high:
             middle = (low + high) // 2
             if float(self.excess(self.after(n, blocks, middle))) <= target:
@@ -226,11 +261,11 @@ class Budget:
         self.round_widths_down(alpha, importance)
         while float(self.excess(self.widths(alpha))) > 0:
             blocks = self.blocks(alpha, importance)
-            if not len(blocks.group):
+            if not len(blocks.family):
                 raise PruneError(
                     "the budget cannot be met: every group is at its minimum. Set a higher budget."
                 )
-            for block in self._next_to_close(self.widths(alpha), blocks):
+            for block in self._next_to_close(self.families.least(self.widths(alpha)), blocks):
                 alpha[blocks.member == block] = 0
         return self._use_what_is_left(before, alpha, importance)
 
@@ -252,46 +287,49 @@ class Budget:
         return landed == 0
 
     def round_widths_down(self, alpha: Tensor, importance: Tensor | None = None) -> None:
-        """Close the least important gates above a multiple, in place.
+        """Close the least important gates above a multiple and above the family, in place.
 
         A group that would fall below its minimum keeps its width.
         """
         n = self.widths(alpha).long()
         over = n % self.multiple
         over[n - over < self.minimum] = 0
+        over = n - self.families.of_groups(self.families.least(n - over))
         order, owner, rank = self._ranked(alpha, _importance(alpha, importance))
         alpha[order[rank < over[owner]]] = 0
 
     def _largest_saving(self, n: Tensor) -> float:
         """Return what the costliest block saves, of blocks with more than one unit."""
-        fewer = n - torch.diag(torch.minimum(self.multiple.double(), n))
+        fewer = n - self.families.totals(torch.diag(torch.minimum(self.multiple.double(), n)))
         saved = self.excess(n) - self.excess(fewer)
-        return float((saved * (self.multiple > 1)).max())
+        is_large = self._by_family.multiple * self.families.sizes > 1
+        return float((saved * is_large).max())
 
     def _next_to_close(self, n: Tensor, blocks: Blocks) -> list[int]:
-        """Return blocks to close in order while the excess stays positive.
+        """Return blocks to close in order while the excess stays positive; n: of families.
 
         If every block would end the excess, return the one that leaves the least unused. Latency
         falls in steps: a block that saves nothing closes only together with one that does.
         """
         chosen: list[int] = []
-        best, least, now = [0], -math.inf, float(self.excess(n))
-        waiting: dict[int, list[int]] = {}  # group -> blocks that save nothing yet
-        done = set()  # groups whose next block would end the excess
-        for block, group in enumerate(blocks.group.tolist()):
-            if group in done:
+        limits = self._by_family
+        best, least, now = [0], -math.inf, float(limits.excess(n))
+        waiting: dict[int, list[int]] = {}  # family -> blocks that save nothing yet
+        done = set()  # families whose next block would end the excess
+        for block, family in enumerate(blocks.family.tolist()):
+            if family in done:
                 continue
-            mine = [*waiting.pop(group, []), block]
+            mine = [*waiting.pop(family, []), block]
             left = n.clone()
-            left[group] -= blocks.count[mine].sum()
-            excess = float(self.excess(left))
+            left[family] -= blocks.count[mine].sum()
+            excess = float(limits.excess(left))
             if excess >= now:
-                waiting[group] = mine
+                waiting[family] = mine
             elif excess > 0:
                 chosen += mine
                 n, now = left, excess
             else:
-                done.add(group)
+                done.add(family)
                 if excess > least:
                     best, least = mine, excess
         return chosen or best
@@ -303,18 +341,19 @@ class Budget:
 
         Within a group the least important gates close first, so the widths determine the result.
         """
-        importance = _importance(before, importance)
+        importance, families = _importance(before, importance), self.families
         order, owner, rank = self._ranked(before, importance)
         most = self.widths(before)
         first = torch.cumsum(most, 0) - most
 
-        def importance_of_last_closed(n: Tensor) -> Tensor:
+        def importance_of_last_closed(level: Tensor) -> Tensor:
+            n = families.of_groups(level)
             last = (first + (most - n - 1).clamp_min(0)).long().clamp_max(len(order) - 1)
-            return importance[order[last]]
+            return families.totals(importance[order[last]])
 
-        search = WidthSearch(self, most, importance_of_last_closed)
-        n = search.swap(search.widen(self.widths(alpha)))
-        kept = order[rank >= (most - n)[owner]]
+        search = WidthSearch(self._by_family, families.least(most), importance_of_last_closed)
+        level = search.swap(search.widen(families.least(self.widths(alpha))))
+        kept = order[rank >= (most - families.of_groups(level))[owner]]
         return torch.zeros_like(before).index_copy(0, kept, before[kept])
 
 

@@ -1,5 +1,7 @@
 """Search over widths: use the part of a budget that landing left unused.
 
+Widths are those of families here: one for all groups that are to be equally wide.
+
 Landing closes blocks in order until the budget is met. The last block may save much more than was
 missing, so the widths here are changed block by block until little of the budget is unused.
 """
@@ -17,7 +19,7 @@ _NEAR = 0.005  # share of the original cost that may stay unused before blocks a
 
 
 class Limits(Protocol):
-    """What a search needs to know of a `Budget`."""
+    """What a search needs to know of a budget: `FamilyLimits`."""
 
     multiple: Tensor
     minimum: Tensor
@@ -27,19 +29,19 @@ class Limits(Protocol):
 
 
 class WidthSearch:
-    """Widen and narrow groups by whole blocks, within a budget.
+    """Widen and narrow families of groups by whole blocks, within a budget.
 
     Args:
         limits: The budget.
         most: The widths before landing, which the search does not exceed.
-        importance: Widths n -> for each group, the importance of the block that it lost last.
+        importance: Widths n -> for each family, the importance of the block that it lost last.
     """
 
     def __init__(
         self, limits: Limits, most: Tensor, importance: Callable[[Tensor], Tensor]
     ) -> None:
         self.limits, self.most, self.importance = limits, most, importance
-        self.blocks = torch.diag(limits.multiple.double())  # row k: one block of group k
+        self.blocks = torch.diag(limits.multiple.double())  # row k: one block of family k
 
     def widen(self, n: Tensor) -> Tensor:
         """Add blocks while one of them fits, the most important first."""
@@ -57,7 +59,7 @@ class WidthSearch:
         excess = float(self.limits.excess(n))
         while excess < -_NEAR:
             closed = self._was_wider(n).nonzero().flatten().tolist()
-            trials = [self._narrow(n + self.blocks[group], group) for group in closed]
+            trials = [self._narrow(n + self.blocks[family], family) for family in closed]
             found = [self.widen(trial) for trial in trials if trial is not None]
             left = [float(self.limits.excess(trial)) for trial in found]
             if not left or max(left) < excess + _NEAR / 2:
@@ -66,18 +68,18 @@ class WidthSearch:
         return n
 
     def _was_wider(self, n: Tensor) -> Tensor:
-        """Return which groups had at least one block more before landing."""
+        """Return which families had at least one block more before landing."""
         return n + self.limits.multiple <= self.most
 
-    def _narrow(self, n: Tensor, group: int) -> Tensor | None:
-        """Close blocks of groups other than `group` until the budget is met; None if it cannot be.
+    def _narrow(self, n: Tensor, family: int) -> Tensor | None:
+        """Close blocks of other families than this until the budget is met; None if it cannot be.
 
         The block with the least importance for its saving closes first. As soon as one block is
         enough, the one that leaves the least unused closes.
         """
         while (now := float(self.limits.excess(n))) > 0:
             may = n - self.limits.multiple >= self.limits.minimum
-            may[group] = False
+            may[family] = False
             if not bool(may.any()):
                 return None
             excess = self.limits.excess(n - self.blocks)

@@ -63,6 +63,7 @@ class Settings:
     crop: int = 0  # side of the square that is cropped from a photo of any size, in pixels
     schedule: Schedule = Schedule()
     compact: str | None = None  # "auto": remove closed channels during training
+    uniform: bool = False  # the same widths at the same position of repeated blocks
     compiled: bool = False  # torch.compile
     distill: float = 0.0  # share of the loss that compares with the baseline's logits
     temperature: float = 4.0

@@ -116,6 +116,9 @@ def goal(report: Report) -> str:
         parts.append("wide groups in multiples of 8")
     elif settings.get("multiple_of", 1) > 1:
         parts.append(f"widths in multiples of {settings['multiple_of']}")
+    if settings.get("uniform"):
+        families = {group["family"] for group in report.groups if "family" in group}
+        parts.append(f"uniform widths in {len(families)} families of groups")
     if report.after == report.before:
         parts.append("no channel is closed")  # with a fixed λ, this is a possible outcome
     return "; ".join(parts) or "no settings"
@@ -240,7 +243,8 @@ def group_table(report: Report) -> Rows:
 def _remark(group: JsonObject) -> str:
     if group["reason"]:
         return f"frozen: {frozen_reason(group)}"
-    return "" if group["after"] else "removed entirely"
+    family = f"uniform: {group['family']}" if "family" in group else ""
+    return "; ".join(filter(None, ["" if group["after"] else "removed entirely", family]))
 
 
 def frozen_reason(group: JsonObject) -> str:

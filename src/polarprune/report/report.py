@@ -32,12 +32,12 @@ class Report:
 
     Attributes:
         settings: What the run was asked for: budgets as fractions (`macs`, `params`, `latency`)
-            or `lam`, `steps`, `multiple_of`.
+            or `lam`, `steps`, `multiple_of`; `uniform`: True or patterns, if widths are uniform.
         before: Cost of the original model in every resource.
         after: Cost without the channels that are closed now.
         groups: For each group its `name`, the channels `before` and `after`, and the `reason` if
             the group is frozen. `multiple`: how many of its units make up a width that is a
-            multiple of 8.
+            multiple of 8. `family`: what it has in common with the groups that keep equally many.
         history: A row for every time the host read the gates: step; macs, params, latency
             (fractions of the original); closed; between (gates in (0, 0.5]); eps; lam; histogram
             (of gate values, 20 bins).

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -102,14 +102,19 @@ class Compaction:
         Steps and MACs decide, never a clock: a resumed run, and every process of a distributed one,
         must decide alike.
         """
+        if not self.automatic or self.gave_up:
+            return False
         closed = 1 - macs / self.share
         due = closed >= (_LAST if landed else _FIRST)
         return due and closed * steps_left >= _WORTHWHILE * steps
 
-    def give_up(self, error: PruneError) -> None:
-        """Continue without automatic compaction: a refusal must not end a training."""
-        self.gave_up = True
-        warnings.warn(f'compact="auto" is given up: {error}', stacklevel=2)
+    def try_to(self, compact: Callable[[], None]) -> None:
+        """Compact; if that is refused, continue without: a refusal must not end a training."""
+        try:
+            compact()
+        except PruneError as error:
+            self.gave_up = True
+            warnings.warn(f'compact="auto" is given up: {error}', stacklevel=2)
 
     def check(
         self,

@@ -18,7 +18,7 @@ from ..analysis.trace import survey
 from ..channels.graph import Plan, plan_of
 from ..channels.propagation import Rule
 from ..errors import PruneError
-from ..report.groups import group_rows
+from ..report.groups import graph_facts
 from ..report.loading import class_name
 from ..report.report import Report
 from ..surgery.apply import warn_of_hooks
@@ -30,6 +30,7 @@ from ..validation.arguments import (
     check_schedule,
     check_settings,
     plain_multiple,
+    plain_uniform,
 )
 from ..validation.optimizers import check_gates, check_known, check_rates, raw_optimizers
 from ..validation.pruner_state import check_state
@@ -39,8 +40,6 @@ from .rebuild import check_held
 from .run import PruningRun
 from .schedule import Schedule
 from .state_bytes import State
-
-_ROUTED = "what the model computes depends on the data: MACs are those of the example's path"
 
 
 class Pruner(PruningRun):
@@ -61,6 +60,9 @@ class Pruner(PruningRun):
             least 64 channels, because CPUs, GPUs and ONNX Runtime are slow with odd widths, and 1
             in narrower groups; with `lam`, which is the paper's, it means 1 everywhere.
         min_channels: how many channels every group keeps at least; with 0, whole branches may go.
+        uniform: True: groups at the same position of repeated blocks keep the same number of
+            channels or heads, not necessarily the same ones. Or patterns of names of groups: those
+            that match one pattern, and are equally wide, stay so. `graph.families` lists them.
         schedule: how ε and the cost decrease over the steps.
         rules: rules for unknown operations, `{torch.ops.…: rule}` (see `polarprune.rules`).
         norms: make channels prunable that layer, RMS and group norms mix (see `trace`).
@@ -112,6 +114,7 @@ class Pruner(PruningRun):
         keep: str | Iterable[str] = (),
         multiple_of: int | str = "auto",
         min_channels: int = 0,
+        uniform: bool | str | Iterable[str] = False,
         schedule: Schedule = Schedule(),
         rules: Mapping[Any, Rule] | None = None,
         norms: bool = False,
@@ -121,8 +124,9 @@ class Pruner(PruningRun):
         wanted = {"macs": macs, "params": params, "latency": latency}
         check_schedule(schedule, Schedule)
         limits = check_settings(wanted, lam, steps, multiple_of, compact, keep)
+        same = plain_uniform(uniform, lam)
         trace = partial(survey, keep=keep, rules=rules, norms=norms, min_channels=min_channels)
-        trace = partial(trace, compare_outputs=True)
+        trace = partial(trace, compare_outputs=True, uniform=same)
         super().__init__(
             model,
             own_copy(example_inputs),  # the user may overwrite theirs
@@ -132,6 +136,7 @@ class Pruner(PruningRun):
             lam=None if lam is None else float(lam),  # a checkpoint cannot hold numpy's numbers
             steps=int(steps),
             multiple_of=plain_multiple(multiple_of, lam),
+            uniform=same,
             compacts=compact == "auto",
         )
 
@@ -240,8 +245,7 @@ class Pruner(PruningRun):
         self._finish_step(self.compact)
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        found_inf = getattr(optimizer, "found_inf", None)  # fused optimizers skip steps themselves
-        skipped = found_inf is not None and bool(found_inf)
+        skipped = bool(getattr(optimizer, "found_inf", None))  # by a fused optimizer itself
         if not skipped and not only_makes_state(optimizer):
             self.step()
 
@@ -271,15 +275,11 @@ class Pruner(PruningRun):
         Example:
             >>> print(pruner.report())  # doctest: +SKIP
         """
-        routed = [_ROUTED] if self.graph.tapes[0].depends_on_data else []
         return Report(
+            **graph_facts(self.graph, self.plan()),
             settings=self._settings(),
-            before=self.graph.cost.original(),
-            after=self.cost(),
-            groups=group_rows(self.graph, self.plan()),
             history=copy.deepcopy(self.history),
             proof=dict(self.proof),
-            notes=[*self.graph.notes, *routed],
             results={"latency_ms": self._stopwatch.results} if self._stopwatch else {},
             model=class_name(self.model),
         )

@@ -64,6 +64,7 @@ class PruningRun:
         lam: λ of the paper's plain mode, or None.
         steps: the number of optimizer steps.
         multiple_of: every kept width is a multiple of this number; "auto" depends on the group.
+        uniform: True, or patterns of groups that keep equally many channels (`trace` knows, too).
         compacts: compact the model automatically.
     """
 
@@ -78,10 +79,12 @@ class PruningRun:
         lam: float | None,
         steps: int,
         multiple_of: int | str,
+        uniform: bool | tuple[str, ...],
         compacts: bool,
     ) -> None:
         self.model, self.example, self.schedule = model, example, schedule
-        self.limits, self.lam, self.steps, self.multiple_of = limits, lam, steps, multiple_of
+        self.limits, self.lam, self.steps = limits, lam, steps
+        self.multiple_of, self.uniform = multiple_of, uniform
         self._processes, self._trace = Processes(model), trace
         whole = whole_model(model)
         self.graph: Graph = trace(whole, example)
@@ -173,20 +176,12 @@ class PruningRun:
         due = self._steering.count_step(float(self._gate_lr()))
         self._note_step()
         if due:
-            self._compact_if_it_pays(compact)
+            left, macs = self.steps - self.step_count, self.history[-1]["macs"]
+            if self._compaction.pays(macs, left, self.steps, self.landed):
+                self._compaction.try_to(compact)
         if self.step_count >= self.steps:
             self._stepper.keep()
         self._compaction.copies.follow()
-
-    def _compact_if_it_pays(self, compact: Callable[[], None]) -> None:
-        compaction, step, now = self._compaction, self.step_count, self.history[-1]
-        if not compaction.automatic or compaction.gave_up:
-            return
-        if compaction.pays(now["macs"], self.steps - step, self.steps, self.landed):
-            try:
-                compact()
-            except PruneError as error:
-                compaction.give_up(error)
 
     def _gate_lr(self) -> float | Tensor:
         """Return the gates' learning rate: a tensor if the optimizer's step is captured."""
@@ -273,7 +268,9 @@ class PruningRun:
 
     def _settings(self) -> dict[str, float | str]:
         goal: dict[str, float] = self.limits if self.lam is None else {"lam": self.lam}
-        return {**goal, "steps": self.steps, "multiple_of": self.multiple_of}
+        same = self.uniform if isinstance(self.uniform, bool) else ", ".join(self.uniform)
+        uniform = {"uniform": same} if same else {}  # states of earlier versions lack it
+        return {**goal, "steps": self.steps, "multiple_of": self.multiple_of, **uniform}
 
     def _here(self, model: nn.Module | None = None) -> Example:
         """Return the example on the device of the model (or of a copy), in its precision."""

@@ -58,6 +58,26 @@ def plain_multiple(multiple_of: int | str, lam: float | None) -> int | str:
     return int(multiple_of)
 
 
+def plain_uniform(uniform: object, lam: float | None) -> bool | tuple[str, ...]:
+    """Return `uniform` as plain data: True, False, or patterns of names of groups."""
+    if isinstance(uniform, bool):
+        found: bool | tuple[str, ...] = uniform
+    else:
+        given = (uniform,) if isinstance(uniform, str) else uniform
+        found = tuple(given) if isinstance(given, Iterable) else ()
+        if not found or not all(isinstance(pattern, str) and pattern for pattern in found):
+            raise PruneError(
+                f"uniform={uniform!r}: give True, or patterns of names of groups, as "
+                f"uniform=['layers.*.mlp.up_proj', 'block*.conv1']."
+            )
+    if found and lam is not None:
+        raise PruneError(
+            "conflicting settings: with lam= every channel closes by itself, so widths cannot be "
+            "uniform. Give a budget (macs=0.5, params=0.3) in place of lam, or leave uniform out."
+        )
+    return found
+
+
 def _check_goal(limits: Mapping[str, float], lam: float | None) -> None:
     """Require either budgets between 0 and 1, or a positive λ."""
     if lam is not None and limits:

@@ -330,20 +330,3 @@ def test_the_first_blocks_that_close_are_the_cheapest_in_alpha_for_what_they_sav
     blocks = budget.blocks(random_alpha(budget, 2))
     assert torch.equal(blocks.key, blocks.key.sort().values)
     assert int(blocks.count.sum()) == int((blocks.member >= 0).sum())
-
-
-@pytest.mark.parametrize("multiple", [1, 4, 8])
-def test_equal_blocks_are_adjacent_and_need_no_sorting(
-    graph: Any, multiple: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`unique`, which sorts, finds the same blocks as `unique_consecutive`, which does not."""
-    budget = Budget(graph, {"macs": 0.5}, multiple)
-    cases = [random_alpha(budget, seed) for seed in range(5)]
-    cases.append(torch.zeros_like(cases[0]))  # nothing left to close
-    found = [budget.blocks(alpha) for alpha in cases]
-    monkeypatch.setattr(torch.Tensor, "unique_consecutive", torch.Tensor.unique)
-    for alpha, blocks in zip(cases, found, strict=True):
-        again = budget.blocks(alpha)
-        for field in ("group", "count", "key", "member"):
-            assert torch.equal(getattr(blocks, field), getattr(again, field)), field
-    assert len(found[0].group) > 10 and not len(found[-1].group)

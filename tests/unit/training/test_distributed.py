@@ -162,7 +162,7 @@ def test_weights_are_sharded_and_the_export_is_plain(runs: Runs) -> None:
     assert torch.equal(first["outputs"], second["outputs"])  # statistics of norms, too
 
 
-@pytest.mark.parametrize("name", ["computed weights", "tied transformer"])
+@pytest.mark.parametrize("name", ["computed weights", "tied transformer", "uniform widths"])
 def test_other_layers_are_sharded_in_either_order(runs: Runs, name: str) -> None:
     found = runs(name)[0]
     for order in ("shard first", "pruner first"):
@@ -171,6 +171,13 @@ def test_other_layers_are_sharded_in_either_order(runs: Runs, name: str) -> None
         assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max()  # sums in another order
     kept = found["ddp"]["plan"].values()
     assert found["ddp"]["macs"] <= 0.7 and len(kept) >= 2
+
+
+def test_widths_of_sharded_blocks_are_uniform(runs: Runs) -> None:
+    plans = [found[order]["plan"] for found in runs("uniform widths") for order in found]
+    for plan in plans:
+        widths = {len(plan[f"inner.{number}.up"]) for number in range(3)}
+        assert len(widths) == 1 and widths != {16}
 
 
 def test_a_full_checkpoint_of_a_sharded_run_is_exported_in_one_process(runs: Runs) -> None:

@@ -21,7 +21,7 @@ The paper compares with two more: `kernel-gates` ("not introducing α") and `nai
 from __future__ import annotations
 
 from ...errors import PruneError
-from ...validation.arguments import check_settings
+from ...validation.arguments import check_settings, plain_uniform
 from .base import ComparedMethod, Limits
 from .kernel_gates import KernelGates, NaiveSL0
 from .l0 import L0
@@ -41,12 +41,13 @@ METHODS: dict[str, type[ComparedMethod]] = {
 ALL_METHODS = METHODS | {"kernel-gates": KernelGates, "naive-sl0": NaiveSL0}
 
 
-def check(method: str, limits: Limits) -> None:
+def check(method: str, limits: Limits, uniform: bool = False) -> None:
     """Refuse an unknown method or a wrong budget before a baseline is trained.
 
     Args:
         method: "gdp" or a key of `ALL_METHODS`.
         limits: Budgets as shares of the original cost, or `lam`, which only "gdp" takes.
+        uniform: Whether repeated blocks keep the same widths, which only "gdp" can.
 
     Raises:
         PruneError: The method, a budget or their combination is not accepted.
@@ -55,5 +56,8 @@ def check(method: str, limits: Limits) -> None:
         raise PruneError(f"unknown method {method!r}. Methods: gdp, {', '.join(ALL_METHODS)}.")
     if method != "gdp" and "lam" in limits:
         raise PruneError(f"--lam is for gdp only. Give {method} a budget: --macs or --params.")
+    if method != "gdp" and uniform:
+        raise PruneError(f"--uniform is for gdp only. Leave it out with {method}.")
     wanted: dict[str, float | None] = {key: limits.get(key) for key in ("macs", "params")}
     check_settings(wanted, limits.get("lam"), steps=1)
+    plain_uniform(uniform, limits.get("lam"))

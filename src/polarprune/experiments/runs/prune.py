@@ -24,7 +24,7 @@ def prune(run: Run, baseline: nn.Module, method: str = "gdp", **limits: float) -
         method: "gdp", which is polarprune, or a key of `ALL_METHODS`.
         **limits: Budgets as shares of the original cost, or `lam` for "gdp".
     """
-    check(method, limits)
+    check(method, limits, run.settings.uniform)
     if method == "gdp":
         return run.prune(baseline, **limits)
     settings = run.settings

@@ -42,6 +42,7 @@ CHECKPOINT_PAUSE = 60.0  # seconds, at least, between checkpoints
 _RECALIBRATED = 20  # batches: ε has moved on since the statistics were estimated
 _STAGES = ("baseline", "prune", "tune")
 _MAY_CHANGE = ("compiled", "tune_epochs", "tune_lr", "scored")  # when a run is resumed
+_ADDED = {"uniform": False}  # settings that older runs lack, with the value that they had
 _LOGGED = ("macs", "params", "closed", "between", "eps", "lam", "histogram")
 
 
@@ -94,7 +95,7 @@ class Run:
         own = json.loads(json.dumps({k: v for k, v in own.items() if k not in _MAY_CHANGE}))
         note = self.out / "run.json"
         started = note.exists() and (self.out / "log.jsonl").exists()
-        stored = read_json(note) if started else own
+        stored = {**_ADDED, **read_json(note)} if started else own
         free = () if stored.get("budget") else ("budget", "method")  # only a baseline so far
         other = [key for key in own if stored.get(key) != own[key] and key not in free]
         if other:
@@ -195,6 +196,7 @@ class Run:
             steps=steps,
             schedule=self.settings.schedule,
             compact=self.settings.compact,
+            uniform=self.settings.uniform,
             multiple_of=1,  # as in all stored runs
             macs=limits.get("macs"),
             params=limits.get("params"),
