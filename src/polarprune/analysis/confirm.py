@@ -4,18 +4,20 @@ The steps, each until trial cuts show no mismatch:
 
 1. Code that selects channels by position (`x[:, :8]`) is captured, or its channels freeze.
 2. Code that does not adapt to fewer channels is repaired (`repairs.py`), or its channels freeze.
-3. Code that branches on a number of channels is captured, or these channels freeze.
+3. Code that branches on a number of channels is captured, or these channels freeze; where it asks
+   whether there are any, they keep one.
 4. Groups are closed entirely; where the model does not run then, they keep a channel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from torch import nn
 
 from ..channels.graph import FROZEN, Graph
+from ..tracing.generation import CannotContinue
 from ..tracing.tape import Op
 from .inspection import Inspection
 from .repairs import PLANS, repair, with_captured_class
@@ -68,7 +70,10 @@ def _capture_channel_counts(inspection: Inspection, graph: Graph) -> Graph:
     }
     counting = (op.module for op in graph.layout.channel_counts)
     inspection.rewrite(path for path in counting if path not in replaced)
-    graph = inspection.inspect()
+    try:
+        graph = inspection.inspect()
+    except CannotContinue as error:
+        graph = inspection.keep_cache(error)
     owners = graph.owners
     for op, units in graph.layout.channel_counts.items():
         if op.module not in inspection.rewritten and op.module not in replaced:
@@ -199,6 +204,10 @@ def _confirm_decisions(inspection: Inspection, graph: Graph, trial: TrialCuts) -
             more = {min(seeds) for seeds in reader.telling() if inspection.seeds.isdisjoint(seeds)}
             inspection.seeds |= more
             return _confirm_cuts(inspection, graph, trial) if more else graph
+        if found.tells_emptiness:
+            why = f"keeps at least 1 channel, as the code asks whether there is one: {found.where}"
+            graph = _with_one_channel(inspection, graph, reader.closable(found), why)
+            continue
         new = with_captured_class(inspection, graph, found.module)
         if new is None:
             why = (
@@ -221,7 +230,6 @@ def _confirm_closing(
     Pooling layers, for example, refuse to run on no channels, unless the code around them is
     captured.
     """
-    known = len(inspection.must_keep)
     for _ in range(_ATTEMPTS):
         found = _closing_mismatch(graph, trial, compare_outputs)
         if not found:
@@ -236,10 +244,9 @@ def _confirm_closing(
             why = (
                 f"keeps at least 1 channel, as a trial cut that closes whole groups fails: {found}"
             )
-            for name in graph.prunable:
-                inspection.must_keep.setdefault(name, why)
-            break
-    return graph if len(inspection.must_keep) == known else inspection.inspect()
+            others = [name for name in graph.prunable if name not in inspection.must_keep]
+            return _with_one_channel(inspection, graph, others, why)
+    return graph
 
 
 def _closing_mismatch(graph: Graph, trial: TrialCuts, compare_outputs: bool) -> Mismatch | None:
@@ -270,5 +277,14 @@ def _keep_one_channel(inspection: Inspection, graph: Graph, found: Mismatch) -> 
     closable = [name for name in names if not graph.groups[name].minimum]
     refusal = _refusal(inspection, found)
     why = f"keeps at least 1 channel, as the model's code needs one: {found}{refusal}"
-    inspection.must_keep.update(dict.fromkeys(closable, why))
-    return graph.with_minimum(dict.fromkeys(closable, 1))
+    return _with_one_channel(inspection, graph, closable, why)
+
+
+def _with_one_channel(
+    inspection: Inspection, graph: Graph, names: Collection[str], why: str
+) -> Graph:
+    """Let groups keep a channel, for a reason."""
+    inspection.must_keep.update(dict.fromkeys(names, why))
+    notes = (f"{name}: {why}" for name in names)
+    graph = graph.with_minimum(dict.fromkeys(names, 1))
+    return replace(graph, notes=(*graph.notes, *notes))

@@ -85,7 +85,12 @@ class TrialCuts:
     ) -> tuple[Tape, Exception | None]:
         """Trace the cut model in one mode; return the tape and the error that stopped it."""
         return attempt(
-            small, self.example, training=training, with_values=before.has_values, brief=True
+            small,
+            self.example,
+            training=training,
+            generates=before.generates,
+            with_values=before.has_values,
+            brief=True,
         )
 
     def _compare_outputs(

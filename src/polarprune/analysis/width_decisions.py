@@ -43,9 +43,12 @@ class WidthReader:
     def changing(self) -> Iterator[Decision]:
         """Yield the comparisons whose result may change with a cut.
 
-        Those of two sides that are equal in every plan do not change, nor do those of constants.
+        Those of two sides that are equal in every plan do not change, nor do those of constants,
+        nor does a test for emptiness if all groups keep a channel.
         """
         for decision in (one for log in self.logs for one in log.decisions.values()):
+            if decision.tells_emptiness and not self.closable(decision):
+                continue
             left, right = (self._values(side) for side in (decision.left, decision.right))
             constant = all(self._is_constant(side) for side in (left, right))
             if not constant and (left != right or None in left):
@@ -73,6 +76,11 @@ class WidthReader:
         units = {unit for layer in layers for unit in layer.unique().tolist()}
         owners = self.graph.owners
         return list(dict.fromkeys(owners[unit] for unit in sorted(units - {FROZEN})))
+
+    def closable(self, decision: Decision) -> list[str]:
+        """Return the groups among them that may close entirely."""
+        groups = self.graph.groups
+        return [name for name in self.groups(decision) if not groups[name].minimum]
 
     def _layers(self, leaf: Leaf) -> list[Tensor]:
         """Return the units of a tensor, or of all parameters of the attribute's module."""

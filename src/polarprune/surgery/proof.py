@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import cast
 
 import torch
@@ -20,13 +21,13 @@ from ..errors import PruneError
 from ..rewriting.parametrizations import settle_weights
 from ..torch_internals.patches import full_float32_precision
 from ..tracing.copying import copy_model
+from ..tracing.generation import Answer, CannotContinue, answers, split
 from ..tracing.mac_count import MISSING_FORMULAS
 from ..tracing.model_state import (
     Example,
     as_call,
     named_tensors,
     restored,
-    tensors_in,
     without_fused_paths,
 )
 from .other_inputs import ANOTHER_BATCH, fresh_inputs
@@ -60,10 +61,14 @@ def _doubled(argument: object) -> object:
 
 def outputs(model: nn.Module, example: Example, *, training: bool) -> list[Tensor]:
     """Return all output tensors of the model, computed with dropout off and a fixed seed."""
-    args, kwargs = as_call(example)
+    return list(_answer(model, example, training=training, generates=False))
+
+
+def _answer(model: nn.Module, example: Example, *, training: bool, generates: bool) -> Answer:
+    """Return what a user reads of the output; see `generation.answers`."""
     with repeatable(model, training):
-        out = model(*args, **kwargs)
-    return [tensor.detach() for tensor in tensors_in(out)]
+        found = answers(model, example, generates=generates)
+    return Answer([x.detach() for x in found.read], [x.detach() for x in found.further])
 
 
 def difference(one: nn.Module, other: nn.Module, example: Example, *, training: bool) -> float:
@@ -99,22 +104,6 @@ def relative_gap(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max()) / max(float(a.abs().max()), 1e-30)
 
 
-def modes_that_run(model: nn.Module, example: Example) -> list[bool]:
-    """Return the modes to compare: eval mode, and train mode if the model runs in it.
-
-    True stands for train mode.
-    """
-    modes = [False]
-    try:
-        outputs(model, example, training=True)
-        modes.append(True)
-    except (
-        Exception
-    ):  # for example, detection models need targets and batch norm needs several samples
-        pass
-    return modes
-
-
 def prove_equal(
     one: nn.Module,
     other: nn.Module,
@@ -138,19 +127,59 @@ def prove_equal(
     Raises:
         PruneError: If the pruned model does not run, or if the difference exceeds the tolerance.
     """
-    found = {}
-    for training in modes_that_run(one, example):
-        name = "train" if training else "eval"
-        with _failure_explained(f"in {name} mode"):
-            found[name] = difference(one, other, example, training=training)
-        _check_gap(found[name], tolerance, f"{name} mode")
-    sizes = [tensor.shape[:1] for tensor in outputs(one, example, training=False)]
+    generates, wanted = eval_answer(one, example)
+    compare = partial(_compare, other, example, generates=generates, tolerance=tolerance)
+    found = compare(wanted, training=False)
+    trained = _train_answer(one, example, generates)
+    if trained is not None:
+        found |= compare(trained, training=True)
+    sizes = [tensor.shape[:1] for tensor in wanted]
     for name, inputs in fresh:
-        gap = _difference_if_it_runs(one, other, inputs, name, sizes)
+        gap = _difference_if_it_runs(one, other, inputs, name, sizes, generates)
         if gap is not None:
             found[name] = gap
             _check_gap(gap, tolerance, f"eval mode, {name}")
     return found
+
+
+def eval_answer(model: nn.Module, example: Example) -> tuple[bool, Answer]:
+    """Return the answer in eval mode, and whether it has one more token if there is a cache."""
+    try:
+        return True, _answer(model, example, training=False, generates=True)
+    except CannotContinue:  # `trace` has frozen the channels of the cache
+        return False, _answer(model, example, training=False, generates=False)
+
+
+def _train_answer(model: nn.Module, example: Example, generates: bool) -> Answer | None:
+    """Return the answer in train mode, or None if the model does not run in it."""
+    try:
+        return _answer(model, example, training=True, generates=generates)
+    except Exception:  # detection models need targets, batch norm needs several samples
+        return None
+
+
+def _compare(
+    other: nn.Module,
+    example: Example,
+    wanted: Answer,
+    *,
+    training: bool,
+    generates: bool,
+    tolerance: float,
+) -> dict[str, float]:
+    """Compare the pruned model with an answer of the gated one; return the differences by name."""
+    name = "train" if training else "eval"
+    with _failure_explained(f"in {name} mode"):
+        given = _answer(other, example, training=training, generates=generates)
+    found = {name: _largest_gap(wanted.read, given.read)}
+    if wanted.further:
+        found[ONE_MORE_TOKEN] = _largest_gap(wanted.further, given.further)
+    for key, gap in found.items():
+        _check_gap(gap, tolerance, f"{key} mode" if key == name else key)
+    return found
+
+
+ONE_MORE_TOKEN = "one more token with the cache"
 
 
 @contextmanager
@@ -173,7 +202,12 @@ def _check_gap(gap: float, tolerance: float, where: str) -> None:
 
 
 def _difference_if_it_runs(
-    one: nn.Module, other: nn.Module, inputs: Example, name: str, sizes: list[torch.Size]
+    one: nn.Module,
+    other: nn.Module,
+    inputs: Example,
+    name: str,
+    sizes: list[torch.Size],
+    generates: bool,
 ) -> float | None:
     """Return the largest difference in eval mode, or None if the inputs do not fit the models.
 
@@ -184,15 +218,18 @@ def _difference_if_it_runs(
         name: The name of these inputs.
         sizes: The batch sizes of the outputs for the example. With larger pictures,
             `x.view(-1, 256)` moves pixels into the batch axis; such outputs mean nothing.
+        generates: Run one more token if there is a cache.
     """
     try:
-        wanted = outputs(one, inputs, training=False)
+        wanted = list(_answer(one, inputs, training=False, generates=generates))
     except Exception:  # the model does not support these sizes
         return None
     if name != ANOTHER_BATCH and [tensor.shape[:1] for tensor in wanted] != sizes:
         return None
     try:
-        found = outputs(other, inputs, training=False)
+        found = list(_answer(other, inputs, training=False, generates=generates))
+    except CannotContinue as error:
+        raise PruneError(f"the pruned model does not run on {name}: {error}") from error
     except PruneError:  # a rewritten forward that supports other sizes only
         return None
     except Exception as error:
@@ -231,7 +268,7 @@ def _fused_outputs(model: nn.Module, example: Example) -> list[Tensor] | None:
             if isinstance(module, nn.TransformerEncoder):
                 module.use_nested_tensor = False
         before = torch.get_rng_state()
-        found = [tensor.detach() for tensor in tensors_in(model(*args, **kwargs))]
+        found = [tensor.detach() for tensor in split(model(*args, **kwargs)).read]
         return found if torch.equal(before, torch.get_rng_state()) else None
 
 
