@@ -22,7 +22,7 @@ from ..tracing.tape import Op
 from .inspection import Inspection
 from .repairs import PLANS, repair, with_captured_class
 from .tape_comparison import Mismatch
-from .trial_cuts import TrialCuts, closing_plan, trial_plan
+from .trial_cuts import TrialCuts, closing_plan, trial_plan, trial_units
 from .width_decisions import WidthReader
 
 _ATTEMPTS = 60  # repairs in one step, after which groups are tested one by one
@@ -197,17 +197,18 @@ def _confirm_decisions(inspection: Inspection, graph: Graph, trial: TrialCuts) -
     Code that rounds a width is tried with further plans, in which the result differs.
     """
     for _ in range(_ATTEMPTS):
-        plans = [trial_plan(graph, seed) for seed in range(PLANS)]
+        plans = [trial_units(graph, seed) for seed in range(PLANS)]
         reader = WidthReader(inspection.model, graph, plans)
-        found = next(reader.changing(), None)
+        changing = list(reader.changing())
+        for asked in [one for one in changing if one.tells_emptiness]:
+            why = f"keeps at least 1 channel, as the code asks whether there is one: {asked.where}"
+            names = [name for name in reader.closable(asked) if name not in inspection.must_keep]
+            graph = _with_one_channel(inspection, graph, names, why)
+        found = next((one for one in changing if not one.tells_emptiness), None)
         if found is None:
             more = {min(seeds) for seeds in reader.telling() if inspection.seeds.isdisjoint(seeds)}
             inspection.seeds |= more
             return _confirm_cuts(inspection, graph, trial) if more else graph
-        if found.tells_emptiness:
-            why = f"keeps at least 1 channel, as the code asks whether there is one: {found.where}"
-            graph = _with_one_channel(inspection, graph, reader.closable(found), why)
-            continue
         new = with_captured_class(inspection, graph, found.module)
         if new is None:
             why = (
@@ -253,7 +254,9 @@ def _closing_mismatch(graph: Graph, trial: TrialCuts, compare_outputs: bool) -> 
     """Close every group without a minimum in a copy; return the first mismatch, or None."""
     if not graph.prunable:
         return None
-    return trial.mismatch(graph, closing_plan(graph), compare_outputs=compare_outputs)
+    plan = closing_plan(graph)
+    first = None if compare_outputs else trial.mismatch(graph, plan, mode=0)
+    return first or trial.mismatch(graph, plan, compare_outputs=compare_outputs, mode=1)
 
 
 def _capture_to_close(

@@ -17,7 +17,7 @@ from ..channels.graph import Graph, Location
 from ..errors import PruneError
 from .inspection import Inspection
 from .tape_comparison import Mismatch
-from .trial_cuts import TrialCuts, trial_plan
+from .trial_cuts import TrialCuts, trial_plan, trial_units
 
 PLANS = 16  # plans that are computed, without running the model, to tell widths apart
 Option = tuple[str, Location, set[int]]  # attribute, the width it may follow, seeds that tell
@@ -99,7 +99,7 @@ def _distinct_widths(graph: Graph, path: str, size: int) -> list[tuple[Location,
     first plan that leaves different widths at the two.
     """
     plans: list[Tensor] = [
-        graph.settle(graph.alive(trial_plan(graph, seed))) for seed in range(PLANS)
+        trial_units(graph, seed) for seed in range(PLANS)
     ]
     found: dict[tuple[int, ...], Location] = {}
     for location in graph.layout.locations(path, size):

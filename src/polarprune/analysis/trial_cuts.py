@@ -11,16 +11,16 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ..channels.graph import Graph, Plan
+from ..channels.graph import Graph, Plan, plan_of
 from ..errors import PruneError
 from ..gates.folding import fold
 from ..surgery.apply import cut_copy, mock_copy
 from ..surgery.other_inputs import fresh_inputs
 from ..surgery.proof import StaysDouble, in_double, prove_equal
 from ..surgery.recipe import Recipe
-from ..surgery.write_recipe import write_recipe
+from ..surgery.write_recipe import recipe_for
 from ..tracing.copying import copy_model
 from ..tracing.model_state import Example
 from ..tracing.recorder import attempt, record
@@ -49,8 +49,9 @@ class TrialCuts:
             compare_outputs: Compare outputs too, on a copy with random weights in float64.
             mode: Run only in eval mode (0) or train mode (1) if both do the same.
         """
-        recipe = write_recipe(self.model, graph, plan)
-        found = self._compare_runs(graph, plan, recipe, mode if _modes_are_alike(graph) else None)
+        alive = graph.settle(graph.alive(plan))
+        recipe = recipe_for(self.model, graph, alive)
+        found = self._compare_runs(graph, alive, recipe, mode if _modes_are_alike(graph) else None)
         if self._is_meta() or (found is None and not compare_outputs):
             return found
         if found and not (found.ran and found.excusable):
@@ -62,7 +63,7 @@ class TrialCuts:
         return any(parameter.is_meta for parameter in self.model.parameters())
 
     def _compare_runs(
-        self, graph: Graph, plan: Plan, recipe: Recipe, mode: int | None
+        self, graph: Graph, alive: Tensor, recipe: Recipe, mode: int | None
     ) -> Mismatch | None:
         """Run a copy with the shapes of the cut model in the traced modes; compare the tapes."""
         try:
@@ -70,7 +71,7 @@ class TrialCuts:
             small = mock_copy(self.model, recipe, values=values)
         except PruneError as refused:
             return Mismatch(str(refused))
-        alive, skipped = graph.settle(graph.alive(plan)), replaced_modules(recipe)
+        skipped = replaced_modules(recipe)
         for training, before in enumerate(graph.tapes):
             if mode in (None, training):
                 after, error = self._run(small, before, training=bool(training))
@@ -139,10 +140,11 @@ def _mismatch_of(tapes: TapeComparison, error: Exception | None) -> Mismatch | N
 def _modes_are_alike(graph: Graph) -> bool:
     """Return True if both modes perform the same operations, apart from those on scalars.
 
-    Batch norm counts its batches in train mode only, with operations on scalars.
+    Batch norm counts its batches in train mode only, with operations on scalars. In eval mode only,
+    the run goes on by a token with the cache.
     """
     names = [
-        [op.name for op in tape.ops if any(value.shape for value in op.tensors())]
+        [op.name for op in tape.counted_ops if any(value.shape for value in op.tensors())]
         for tape in graph.tapes
     ]
     return len(names) == 2 and names[0] == names[1]
@@ -174,15 +176,25 @@ def trial_plan(graph: Graph, seed: int) -> Plan:
     The first plans cut every group. Later ones sometimes keep all channels of narrow groups, which
     tells groups of the same width apart.
     """
+    return plan_of(graph, _drawn(graph, seed))
+
+
+def trial_units(graph: Graph, seed: int) -> Tensor:
+    """Return the units that are left after a trial plan: what `Graph.settle` makes of it."""
+    return graph.settle(_drawn(graph, seed))
+
+
+def _drawn(graph: Graph, seed: int) -> Tensor:
+    """Return a mask of the units that a trial plan keeps."""
     generator = torch.Generator("cpu").manual_seed(seed)
-    plan = {}
-    for name, group in graph.prunable.items():
+    kept = torch.zeros(graph.units, dtype=torch.bool, device="cpu")
+    for group in graph.prunable.values():
         order = torch.randperm(group.size, generator=generator, device="cpu")
         share = torch.rand(1, generator=generator, device="cpu").item() if seed else 0.5
         least = max(group.minimum, 2 if group.size > 2 else 1)
         count = int(group.size * share) if seed < 3 else round(group.size * share)
-        plan[name] = sorted(order[: max(least, count)].tolist())
-    return plan
+        kept[group.units][order[: max(least, count)]] = True
+    return kept
 
 
 def closing_plan(graph: Graph) -> Plan:

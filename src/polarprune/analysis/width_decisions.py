@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor, nn
 
-from ..channels.graph import FROZEN, Graph, Plan
+from ..channels.graph import FROZEN, Graph
 from ..surgery.write_recipe import write_sizes
 from ..tracing.watched_sizes import AttributeOf, Decision, Expression, Leaf, SizeOf
 
@@ -18,18 +18,26 @@ Read = Callable[[Leaf], int]  # returns the number that a size or an attribute h
 
 
 class WidthReader:
-    """Evaluates the sizes and attributes in noted expressions as several plans leave them."""
+    """Evaluates the sizes and attributes in noted expressions as several plans leave them.
 
-    def __init__(self, model: nn.Module, graph: Graph, plans: Sequence[Plan]) -> None:
+    Args:
+        model: the traced model.
+        graph: what is known about it.
+        plans: for each plan, the units that are left after it.
+    """
+
+    def __init__(self, model: nn.Module, graph: Graph, plans: Sequence[Tensor]) -> None:
         self.graph = graph
         self.logs = [tape.sizes for tape in graph.tapes]
+        noted = [one for log in self.logs for one in (*log.decisions.values(), *log.rounded.values())]
+        leaves = {leaf for one in noted for leaf in one.leaves}
+        self._modules = {leaf.module for leaf in leaves if isinstance(leaf, AttributeOf)}
         is_used = any(log.decisions or log.rounded for log in self.logs)
         self._readers = [self._reader(model, plan) for plan in plans] if is_used else []
 
-    def _reader(self, model: nn.Module, plan: Plan) -> Read:
-        """Return a function that reads sizes and attributes as this plan leaves them."""
-        alive = self.graph.settle(self.graph.alive(plan))
-        attributes = write_sizes(model, self.graph, alive).attributes
+    def _reader(self, model: nn.Module, alive: Tensor) -> Read:
+        """Return a function that reads sizes and attributes as they are with these units."""
+        attributes = write_sizes(model, self.graph, alive, self._modules).attributes
 
         def read(leaf: Leaf) -> int:
             if isinstance(leaf, AttributeOf):

@@ -36,7 +36,7 @@ def _channels(name: str, given: object, sizes: Mapping[str, int]) -> list[int]:
             f"plan: unknown or frozen group {name!r}. Use prunable groups: {', '.join(sizes)}."
         )
     kept = _integers(name, given)
-    if not all(0 <= index < sizes[name] for index in kept):
+    if kept and not 0 <= min(kept) <= max(kept) < sizes[name]:
         raise PruneError(
             f"plan: group {name!r} has {sizes[name]} channels; use indices from 0 to "
             f"{sizes[name] - 1}."
@@ -54,6 +54,8 @@ def _integers(name: str, given: object) -> list[int]:
             f"[0, 2, 5]."
         )
     found = list(kept)
+    if set(map(type, found)) <= {int}:
+        return found
     if not all(isinstance(index, Integral) and not isinstance(index, bool) for index in found):
         raise PruneError(
             f"plan: group {name!r} got {str(found[:3])[1:-1]}, …; use the indices of the channels "
