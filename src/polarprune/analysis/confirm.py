@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..channels.graph import FROZEN, Graph
 from ..tracing.generation import CannotContinue
-from ..tracing.tape import Op
 from .inspection import Inspection
 from .repairs import PLANS, repair, with_captured_class
 from .tape_comparison import Mismatch
@@ -151,18 +150,20 @@ def _passing(
     """
     if found.op is None:
         return []
-    owners, units = graph.owners, set[int]()
+    line = None if anywhere_in_module else found.op.line
+    layers: dict[int, Tensor] = {}  # by id: the modules' tensors share most of them
     for path in inspection.same_class(found.op.module):
         for op in graph.ops_in(path):
-            if anywhere_in_module or op.line == found.op.line:
-                units |= _prunable_units(graph, op)
+            if line in (None, op.line):
+                layers |= {id(x): x for v in op.tensors() for x in graph.values.get(v, [])}
+    return _owners_of(graph, layers.values())
+
+
+def _owners_of(graph: Graph, layers: Iterable[Tensor]) -> list[str]:
+    """Return the prunable groups with units in these layers, in their order."""
+    owners = graph.owners
+    units = {unit for layer in layers for unit in layer.unique().tolist()} - {FROZEN}
     return list(dict.fromkeys(owners[unit] for unit in sorted(units)))
-
-
-def _prunable_units(graph: Graph, op: Op) -> set[int]:
-    """Return the prunable units in the inputs and outputs of an operation."""
-    layers = [layer for value in op.tensors() for layer in graph.values.get(value, [])]
-    return {unit for layer in layers for unit in layer.unique().tolist()} - {FROZEN}
 
 
 def _freeze_one_by_one(inspection: Inspection, graph: Graph, trial: TrialCuts) -> Graph:
