@@ -98,9 +98,7 @@ def _distinct_widths(graph: Graph, path: str, size: int) -> list[tuple[Location,
     Each comes with the seeds of plans that tell it from the others: for each other location the
     first plan that leaves different widths at the two.
     """
-    plans: list[Tensor] = [
-        trial_units(graph, seed) for seed in range(PLANS)
-    ]
+    plans: list[Tensor] = [trial_units(graph, seed) for seed in range(PLANS)]
     found: dict[tuple[int, ...], Location] = {}
     for location in graph.layout.locations(path, size):
         widths = tuple(graph.width(path, location, alive) for alive in plans)

@@ -7,8 +7,7 @@ the outputs are compared instead, in float64 and with random weights.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -18,17 +17,29 @@ from ..errors import PruneError
 from ..gates.folding import fold
 from ..surgery.apply import cut_copy, mock_copy
 from ..surgery.other_inputs import fresh_inputs
-from ..surgery.proof import StaysDouble, in_double, prove_equal
+from ..surgery.precision import StaysWide, computes_in_double, in_double, in_precision
+from ..surgery.proof import prove_equal
 from ..surgery.recipe import Recipe
 from ..surgery.write_recipe import recipe_for
 from ..tracing.copying import copy_model
-from ..tracing.model_state import Example
-from ..tracing.recorder import attempt, record
+from ..tracing.model_state import Example, named_tensors
+from ..tracing.recorder import attempt
 from ..tracing.tape import Tape
 from .tape_comparison import Mismatch, TapeComparison, replaced_modules
 
 _TOLERANCE = 1e-8  # in float64, where a correct cut differs by 1e-15 and a wrong one by 1e-3
 _SINGLE = 1e-4  # in float32
+_LARGE = 200_000_000  # numbers; larger models are compared in float32, in half of the memory
+
+
+@dataclass(frozen=True)
+class _Wide:
+    """A copy of the model in a wide precision, and how much a correct cut of it may differ."""
+
+    model: nn.Module
+    example: Example
+    dtype: torch.dtype
+    tolerance: float
 
 
 class TrialCuts:
@@ -36,7 +47,7 @@ class TrialCuts:
 
     def __init__(self, model: nn.Module, example: Example) -> None:
         self.model, self.example = model, example
-        self._double: tuple[nn.Module, Example, bool] | None = None
+        self._wide: _Wide | None = None
 
     def mismatch(
         self, graph: Graph, plan: Plan, *, compare_outputs: bool = False, mode: int | None = None
@@ -98,30 +109,37 @@ class TrialCuts:
         self, graph: Graph, plan: Plan, recipe: Recipe, found: Mismatch | None
     ) -> Mismatch | None:
         """Compare outputs; if they differ, return `found`, which can name the operation."""
-        model, example, is_double = self._in_double()
-        masked = copy_model(model)
+        wide = self._in_wide_precision()
+        masked = copy_model(wide.model)
         fold(masked, graph, graph.alive(plan).double())
         try:
             small = cut_copy(masked, recipe)
-            with StaysDouble() if is_double else nullcontext():
-                close = _TOLERANCE if is_double else _SINGLE
-                prove_equal(masked, small, example, close, fresh_inputs(example))
+            with StaysWide(wide.dtype):
+                prove_equal(masked, small, wide.example, wide.tolerance, fresh_inputs(wide.example))
         except PruneError as error:
             return found or Mismatch(_first_line(error).split(". Nothing was")[0])
         return None
 
-    def _in_double(self) -> tuple[nn.Module, Example, bool]:
-        """Return a copy with random weights, the example, and True if both are in float64."""
-        if self._double is None:
-            try:
-                model, example = in_double(self.model, self.example)
-                with StaysDouble():
-                    record(model, example, training=False)
-                self._double = model, example, True
-            except PruneError:  # the code insists on float32
-                self._double = copy_model(self.model), self.example, False
-            _perturb(self._double[0])
-        return self._double
+    def _in_wide_precision(self) -> _Wide:
+        """Return a copy with random weights in float64, or in float32 if it is large."""
+        if self._wide is None:
+            numbers = sum(tensor.numel() for _, tensor in named_tensors(self.model))
+            self._wide = (self._double() if numbers < _LARGE else None) or self._single()
+            _perturb(self._wide.model)
+        return self._wide
+
+    def _double(self) -> _Wide | None:
+        """Return a copy in float64, or None if the code insists on float32."""
+        try:
+            model, example = in_double(self.model, self.example)
+            throughout = computes_in_double(model, example)
+        except PruneError:
+            return None
+        return _Wide(model, example, torch.float64, _TOLERANCE if throughout else _SINGLE)
+
+    def _single(self) -> _Wide:
+        model, example = in_precision(self.model, self.example, torch.float32)
+        return _Wide(model, example, torch.float32, _SINGLE)
 
 
 def _mismatch_of(tapes: TapeComparison, error: Exception | None) -> Mismatch | None:

@@ -29,7 +29,9 @@ class WidthReader:
     def __init__(self, model: nn.Module, graph: Graph, plans: Sequence[Tensor]) -> None:
         self.graph = graph
         self.logs = [tape.sizes for tape in graph.tapes]
-        noted = [one for log in self.logs for one in (*log.decisions.values(), *log.rounded.values())]
+        noted = [
+            one for log in self.logs for one in (*log.decisions.values(), *log.rounded.values())
+        ]
         leaves = {leaf for one in noted for leaf in one.leaves}
         self._modules = {leaf.module for leaf in leaves if isinstance(leaf, AttributeOf)}
         is_used = any(log.decisions or log.rounded for log in self.logs)

@@ -9,18 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..errors import PruneError
 from ..rewriting.parametrizations import settle_weights
 from ..torch_internals.patches import full_float32_precision
-from ..tracing.copying import copy_model
 from ..tracing.generation import Answer, CannotContinue, answers, split
 from ..tracing.mac_count import MISSING_FORMULAS
 from ..tracing.model_state import (
@@ -31,32 +28,14 @@ from ..tracing.model_state import (
     without_fused_paths,
 )
 from .other_inputs import ANOTHER_BATCH, fresh_inputs
-from .repeatable_runs import TorchFunction, repeatable
-
-
-class StaysDouble(TorchFunctionMode):
-    """Compute in float64 where the model's code asks for float32.
-
-    Transformers often convert to float32 explicitly, for example in norms and in softmax.
-    """
-
-    def __torch_function__(
-        self,
-        func: TorchFunction,
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
-        """Run one function of torch with float64 in place of float32."""
-        if func is torch.Tensor.float:
-            return cast(Tensor, args[0]).double()
-        named = {key: _doubled(value) for key, value in (kwargs or {}).items()}
-        return func(*map(_doubled, args), **named)
-
-
-def _doubled(argument: object) -> object:
-    """Return float64 for the dtype float32, and any other argument as it is."""
-    return torch.float64 if argument is torch.float32 else argument
+from .precision import (
+    StaysWide,
+    check_rounded,
+    computes_in_double,
+    in_precision,
+    is_low,
+)
+from .repeatable_runs import repeatable
 
 
 def outputs(model: nn.Module, example: Example, *, training: bool) -> list[Tensor]:
@@ -281,8 +260,10 @@ def prove_cut(
 ) -> dict[str, float]:
     """Raise unless the pruned model equals the gated model.
 
-    The models are compared in their own precision first. If they differ there, rounding may be the
-    cause, so the gated model is converted to float64, pruned again and compared once more.
+    The models are compared in their own precision first; if that is bfloat16 or float16, copies in
+    float32 are. If they differ there, rounding may be the cause, so the gated model is converted to
+    float64, pruned again and compared once more. The limit is 1e-10 in float64, unless the model
+    computes a part in float32 even so.
 
     Args:
         gated: The model with gates.
@@ -297,17 +278,55 @@ def prove_cut(
     Raises:
         PruneError: If the models differ in float64 too.
     """
+    if is_low(gated):
+        return _proved_wide(gated, small, example, cut, torch.float32, tolerance)
     first = next(tensor for _, tensor in named_tensors(gated) if tensor.is_floating_point())
-    close = 1e-10 if first.dtype == torch.float64 else tolerance
+    close = _DOUBLE if first.dtype == torch.float64 else tolerance
     fused = prove_fused_paths(gated, small, example)
     try:
         return {**prove_equal(gated, small, example, close, fresh_inputs(example)), **fused}
     except PruneError:
-        gated, example = in_double(gated, example)
-        with StaysDouble():
-            # Prune again in float64, because folding the gates into the weights rounds as well.
-            found = prove_equal(gated, cut(gated), example, 1e-10, fresh_inputs(example))
-        return {**{f"{mode}, in float64": gap for mode, gap in found.items()}, **fused}
+        return {**_proved_wide(gated, small, example, cut, torch.float64, tolerance), **fused}
+
+
+_DOUBLE = 1e-10  # the largest relative difference allowed in float64
+
+
+def _proved_wide(
+    gated: nn.Module,
+    small: nn.Module,
+    example: Example,
+    cut: Callable[[nn.Module], nn.Module],
+    wide: torch.dtype,
+    tolerance: float,
+) -> dict[str, float]:
+    """Compare copies in a wider precision; from float32, go on to float64 if they differ.
+
+    The copy is pruned again, because folding the gates into the weights rounds as well.
+    """
+    exact, inputs = in_precision(gated, example, wide)
+    is_double = wide == torch.float64
+    close = _DOUBLE if is_double and _is_double_throughout(exact, inputs) else tolerance
+    again = cut(exact)
+    try:
+        with StaysWide(wide):
+            found = prove_equal(exact, again, inputs, close, fresh_inputs(inputs))
+    except PruneError:
+        if is_double:
+            raise
+        del exact, again
+        return _proved_wide(gated, small, example, cut, torch.float64, tolerance)
+    check_rounded(small, again)
+    if not is_double:
+        found |= prove_fused_paths(exact, again, inputs)
+    return {f"{mode}, in {str(wide).removeprefix('torch.')}": gap for mode, gap in found.items()}
+
+
+def _is_double_throughout(model: nn.Module, example: Example) -> bool:
+    try:
+        return computes_in_double(model, example)
+    except PruneError:  # the comparison will say so
+        return True
 
 
 def check_macs(small: nn.Module, example: Example, claimed: int) -> None:
@@ -341,12 +360,6 @@ def count_macs(model: nn.Module, example: Example) -> int:
         for parameter in learned:
             parameter.requires_grad_(True)
     return int(counter.get_total_flops()) // 2
-
-
-def in_double(model: nn.Module, example: Example) -> tuple[nn.Module, Example]:
-    """Return a copy of the model and of the example in float64."""
-    double = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, example)
-    return copy_model(model).double(), double
 
 
 def own_copy(example: Example) -> Example:
