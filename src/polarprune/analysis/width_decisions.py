@@ -29,13 +29,11 @@ class WidthReader:
     def __init__(self, model: nn.Module, graph: Graph, plans: Sequence[Tensor]) -> None:
         self.graph = graph
         self.logs = [tape.sizes for tape in graph.tapes]
-        noted = [
-            one for log in self.logs for one in (*log.decisions.values(), *log.rounded.values())
-        ]
-        leaves = {leaf for one in noted for leaf in one.leaves}
+        decided = [one.leaves for log in self.logs for one in log.decisions.values()]
+        rounded = [one.leaves for log in self.logs for one in log.rounded.values()]
+        leaves = frozenset[Leaf]().union(*decided, *rounded)
         self._modules = {leaf.module for leaf in leaves if isinstance(leaf, AttributeOf)}
-        is_used = any(log.decisions or log.rounded for log in self.logs)
-        self._readers = [self._reader(model, plan) for plan in plans] if is_used else []
+        self._readers = [self._reader(model, plan) for plan in plans if decided or rounded]
 
     def _reader(self, model: nn.Module, alive: Tensor) -> Read:
         """Return a function that reads sizes and attributes as they are with these units."""

@@ -1,9 +1,9 @@
 """The precision in which models are compared: wide enough to tell rounding from a wrong cut.
 
-Two models that compute the same function differ by rounding: by about 1e-7 in float32, and by 1e-2 in
-bfloat16, where a wrong cut may differ as little. So models are compared in a wider precision if
-their own is too coarse. A part that computes in float32 all the same, such as a scripted norm, sets
-the limit of the whole comparison.
+Two models that compute the same function differ by rounding: by about 1e-7 in float32, and by 1e-2
+in bfloat16, where a wrong cut may differ as little. So models are compared in a wider precision if
+their own is too coarse. A part that computes in float32 all the same, such as a scripted norm,
+sets the limit of the whole comparison.
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ _NARROW = {
     torch.float64: (*_LOW, torch.float32),
     torch.float32: _LOW,
 }
-_CASTS = {
+_CASTS: dict[TorchFunction, torch.dtype] = {
     torch.Tensor.bfloat16: torch.bfloat16,
     torch.Tensor.half: torch.float16,
     torch.Tensor.float: torch.float32,
 }
+
+
+_READS_BYTES: set[TorchFunction] = {torch.Tensor.view}  # if it is given a dtype
 
 
 class StaysWide(TorchFunctionMode):
@@ -51,9 +54,9 @@ class StaysWide(TorchFunctionMode):
         kwargs: dict[str, object] | None = None,
     ) -> object:
         """Run one function of torch with the wide dtype in place of narrower ones."""
-        if _CASTS.get(func) in _NARROW[self.wide]:
+        if func in _CASTS and _CASTS[func] in _NARROW[self.wide]:
             return cast(Tensor, args[0]).to(self.wide)
-        if func is torch.Tensor.view:  # with a dtype, it reads the bytes in another way
+        if func in _READS_BYTES:
             return func(*args, **(kwargs or {}))
         named = {key: self._widened(value) for key, value in (kwargs or {}).items()}
         return func(*map(self._widened, args), **named)

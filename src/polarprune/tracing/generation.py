@@ -130,8 +130,7 @@ def further_call(model: nn.Module, example: Example) -> dict[str, Any]:
         return {}
     kept = {key: held for key, held in given.items() if key not in _ONLY_FIRST}
     if decoder:  # the encoder gets its inputs again
-        encoder = {key: given[key] for key in ("input_ids", "inputs_embeds") if key in given}
-        kept = {**kept, **encoder}
+        kept |= {key: given[key] for key in ("input_ids", "inputs_embeds") if key in given}
     for key, lengthen in _LENGTHEN.items():
         key = decoder + key if key != "cache_position" else key
         if isinstance(kept.get(key), Tensor):
