@@ -7,6 +7,7 @@ the outputs are compared instead, in float64 and with random weights.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -109,7 +110,7 @@ class TrialCuts:
         self, graph: Graph, plan: Plan, recipe: Recipe, found: Mismatch | None
     ) -> Mismatch | None:
         """Compare outputs; if they differ, return `found`, which can name the operation."""
-        wide = self._in_wide_precision()
+        wide = self._in_wide_precision(graph)
         masked = copy_model(wide.model)
         fold(masked, graph, graph.alive(plan).double())
         try:
@@ -120,11 +121,16 @@ class TrialCuts:
             return found or Mismatch(_first_line(error).split(". Nothing was")[0])
         return None
 
-    def _in_wide_precision(self) -> _Wide:
-        """Return a copy with random weights in float64, or in float32 if it is large."""
+    def _in_wide_precision(self, graph: Graph) -> _Wide:
+        """Return a copy with random weights in float64, or in float32 if it is large.
+
+        Outputs that are single numbers, such as a loss, tell enough in float64 only.
+        """
         if self._wide is None:
             numbers = sum(tensor.numel() for _, tensor in named_tensors(self.model))
-            self._wide = (self._double() if numbers < _LARGE else None) or self._single()
+            scalars = all(math.prod(value.shape) == 1 for value in graph.tapes[0].outputs)
+            double = self._double() if numbers < _LARGE or scalars else None
+            self._wide = double or self._single()
             _perturb(self._wide.model)
         return self._wide
 

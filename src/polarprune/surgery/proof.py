@@ -260,10 +260,11 @@ def prove_cut(
 ) -> dict[str, float]:
     """Raise unless the pruned model equals the gated model.
 
-    The models are compared in their own precision first; if that is bfloat16 or float16, copies in
-    float32 are. If they differ there, rounding may be the cause, so the gated model is converted to
-    float64, pruned again and compared once more. The limit is 1e-10 in float64, unless the model
-    computes a part in float32 even so.
+    The models are compared in their own precision first; copies in float32 are if that is bfloat16
+    or float16, and copies in float64 if all outputs are single numbers, such as a loss. If they
+    differ there, rounding may be the cause, so the gated model is converted to float64, pruned
+    again and compared once more. The limit is 1e-10 in float64, unless the model computes a part in
+    float32 even so.
 
     Args:
         gated: The model with gates.
@@ -278,6 +279,8 @@ def prove_cut(
     Raises:
         PruneError: If the models differ in float64 too.
     """
+    if _answers_with_scalars(gated, example):
+        return _proved_wide(gated, small, example, cut, torch.float64, tolerance)
     if is_low(gated):
         return _proved_wide(gated, small, example, cut, torch.float32, tolerance)
     first = next(tensor for _, tensor in named_tensors(gated) if tensor.is_floating_point())
@@ -287,6 +290,14 @@ def prove_cut(
         return {**prove_equal(gated, small, example, close, fresh_inputs(example)), **fused}
     except PruneError:
         return {**_proved_wide(gated, small, example, cut, torch.float64, tolerance), **fused}
+
+
+def _answers_with_scalars(model: nn.Module, example: Example) -> bool:
+    """Return whether every output is one number, such as a loss.
+
+    A mean over a batch hides differences: only float64 tells a small one from rounding.
+    """
+    return all(tensor.numel() == 1 for tensor in outputs(model, example, training=False))
 
 
 _DOUBLE = 1e-10  # the largest relative difference allowed in float64
