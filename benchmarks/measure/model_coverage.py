@@ -73,7 +73,8 @@ def look(model: Any, example: Any, norms: bool) -> dict[str, Any]:
 
     import polarprune as pp
     from polarprune.gates.folding import fold
-    from polarprune.surgery.proof import StaysDouble, count_macs, in_double, prove_equal
+    from polarprune.surgery.precision import StaysDouble, in_double
+    from polarprune.surgery.proof import count_macs, prove_equal
 
     spent: dict[str, float] = {}
     with measured(spent, "trace"):

@@ -36,6 +36,7 @@ ORDER: dict[str, list[str]] = {
         "copying",
         "mac_count",
         "model_state",
+        "generation",
         "schemas",
         "shape_only",
         "source_lines",
@@ -85,6 +86,7 @@ ORDER: dict[str, list[str]] = {
     "surgery": [
         "other_inputs",
         "repeatable_runs",
+        "precision",
         "proof",
         "recipe",
         "module_sizes",

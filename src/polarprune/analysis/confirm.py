@@ -4,23 +4,24 @@ The steps, each until trial cuts show no mismatch:
 
 1. Code that selects channels by position (`x[:, :8]`) is captured, or its channels freeze.
 2. Code that does not adapt to fewer channels is repaired (`repairs.py`), or its channels freeze.
-3. Code that branches on a number of channels is captured, or these channels freeze.
+3. Code that branches on a number of channels is captured, or these channels freeze; where it asks
+   whether there are any, they keep one.
 4. Groups are closed entirely; where the model does not run then, they keep a channel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..channels.graph import FROZEN, Graph
-from ..tracing.tape import Op
+from ..tracing.generation import CannotContinue
 from .inspection import Inspection
 from .repairs import PLANS, repair, with_captured_class
 from .tape_comparison import Mismatch
-from .trial_cuts import TrialCuts, closing_plan, trial_plan
+from .trial_cuts import TrialCuts, closing_plan, trial_plan, trial_units
 from .width_decisions import WidthReader
 
 _ATTEMPTS = 60  # repairs in one step, after which groups are tested one by one
@@ -68,7 +69,10 @@ def _capture_channel_counts(inspection: Inspection, graph: Graph) -> Graph:
     }
     counting = (op.module for op in graph.layout.channel_counts)
     inspection.rewrite(path for path in counting if path not in replaced)
-    graph = inspection.inspect()
+    try:
+        graph = inspection.inspect()
+    except CannotContinue as error:
+        graph = inspection.keep_cache(error)
     owners = graph.owners
     for op, units in graph.layout.channel_counts.items():
         if op.module not in inspection.rewritten and op.module not in replaced:
@@ -146,18 +150,20 @@ def _passing(
     """
     if found.op is None:
         return []
-    owners, units = graph.owners, set[int]()
+    line = None if anywhere_in_module else found.op.line
+    layers: dict[int, Tensor] = {}  # by id: the modules' tensors share most of them
     for path in inspection.same_class(found.op.module):
         for op in graph.ops_in(path):
-            if anywhere_in_module or op.line == found.op.line:
-                units |= _prunable_units(graph, op)
+            if line in (None, op.line):
+                layers |= {id(x): x for v in op.tensors() for x in graph.values.get(v, [])}
+    return _owners_of(graph, layers.values())
+
+
+def _owners_of(graph: Graph, layers: Iterable[Tensor]) -> list[str]:
+    """Return the prunable groups with units in these layers, in their order."""
+    owners = graph.owners
+    units = {unit for layer in layers for unit in layer.unique().tolist()} - {FROZEN}
     return list(dict.fromkeys(owners[unit] for unit in sorted(units)))
-
-
-def _prunable_units(graph: Graph, op: Op) -> set[int]:
-    """Return the prunable units in the inputs and outputs of an operation."""
-    layers = [layer for value in op.tensors() for layer in graph.values.get(value, [])]
-    return {unit for layer in layers for unit in layer.unique().tolist()} - {FROZEN}
 
 
 def _freeze_one_by_one(inspection: Inspection, graph: Graph, trial: TrialCuts) -> Graph:
@@ -192,9 +198,14 @@ def _confirm_decisions(inspection: Inspection, graph: Graph, trial: TrialCuts) -
     Code that rounds a width is tried with further plans, in which the result differs.
     """
     for _ in range(_ATTEMPTS):
-        plans = [trial_plan(graph, seed) for seed in range(PLANS)]
+        plans = [trial_units(graph, seed) for seed in range(PLANS)]
         reader = WidthReader(inspection.model, graph, plans)
-        found = next(reader.changing(), None)
+        changing = list(reader.changing())
+        for asked in [one for one in changing if one.tells_emptiness]:
+            why = f"keeps at least 1 channel, as the code asks whether there is one: {asked.where}"
+            names = [name for name in reader.closable(asked) if name not in inspection.must_keep]
+            graph = _with_one_channel(inspection, graph, names, why)
+        found = next((one for one in changing if not one.tells_emptiness), None)
         if found is None:
             more = {min(seeds) for seeds in reader.telling() if inspection.seeds.isdisjoint(seeds)}
             inspection.seeds |= more
@@ -221,7 +232,6 @@ def _confirm_closing(
     Pooling layers, for example, refuse to run on no channels, unless the code around them is
     captured.
     """
-    known = len(inspection.must_keep)
     for _ in range(_ATTEMPTS):
         found = _closing_mismatch(graph, trial, compare_outputs)
         if not found:
@@ -236,17 +246,18 @@ def _confirm_closing(
             why = (
                 f"keeps at least 1 channel, as a trial cut that closes whole groups fails: {found}"
             )
-            for name in graph.prunable:
-                inspection.must_keep.setdefault(name, why)
-            break
-    return graph if len(inspection.must_keep) == known else inspection.inspect()
+            others = [name for name in graph.prunable if name not in inspection.must_keep]
+            return _with_one_channel(inspection, graph, others, why)
+    return graph
 
 
 def _closing_mismatch(graph: Graph, trial: TrialCuts, compare_outputs: bool) -> Mismatch | None:
     """Close every group without a minimum in a copy; return the first mismatch, or None."""
     if not graph.prunable:
         return None
-    return trial.mismatch(graph, closing_plan(graph), compare_outputs=compare_outputs)
+    plan = closing_plan(graph)
+    first = None if compare_outputs else trial.mismatch(graph, plan, mode=0)
+    return first or trial.mismatch(graph, plan, compare_outputs=compare_outputs, mode=1)
 
 
 def _capture_to_close(
@@ -270,5 +281,14 @@ def _keep_one_channel(inspection: Inspection, graph: Graph, found: Mismatch) -> 
     closable = [name for name in names if not graph.groups[name].minimum]
     refusal = _refusal(inspection, found)
     why = f"keeps at least 1 channel, as the model's code needs one: {found}{refusal}"
-    inspection.must_keep.update(dict.fromkeys(closable, why))
-    return graph.with_minimum(dict.fromkeys(closable, 1))
+    return _with_one_channel(inspection, graph, closable, why)
+
+
+def _with_one_channel(
+    inspection: Inspection, graph: Graph, names: Collection[str], why: str
+) -> Graph:
+    """Let groups keep a channel, for a reason."""
+    inspection.must_keep.update(dict.fromkeys(names, why))
+    notes = (f"{name}: {why}" for name in names)
+    graph = graph.with_minimum(dict.fromkeys(names, 1))
+    return replace(graph, notes=(*graph.notes, *notes))

@@ -27,6 +27,7 @@ from ..rewriting.capture import capture_all
 from ..rewriting.captured_forward import CapturedForward, Refused, notes_of
 from ..rewriting.resize import marked_forward
 from ..rewriting.weighted_norms import weights_in
+from ..tracing.generation import CannotContinue
 from ..tracing.model_state import Example, named_tensors, on_host
 from ..tracing.recorder import record
 from ..tracing.tape import Tape
@@ -66,6 +67,7 @@ class Inspection:
         self._unweightable: dict[str, Refused] = {}  # means that cannot be weighted
         self._not_capturable: dict[str, Refused] = {}
         self._not_running: dict[str, Refused] = {}  # modules with which the model did not run
+        self._not_continuing: CannotContinue | None = None  # why a cache counts as an output
         self._tapes: tuple[Tape, ...] = ()
         self._followed_before: tuple[tuple[Tape, ...], int, Flow] | None = None
 
@@ -141,14 +143,38 @@ class Inspection:
         forwards = {
             path: partial(marked_forward, captured=captured) for path, captured in code.items()
         }
-        tapes = [record(self.model, self.example, training=False, forwards=forwards)]
-        self.notes = []
+        run = partial(record, self.model, self.example, forwards=forwards)
         try:
-            tapes.append(record(self.model, self.example, training=True, forwards=forwards))
+            tapes = [run(training=False, generates=self._not_continuing is None)]
+        except CannotContinue as error:
+            if self.rewritten:  # the code that was captured may be the cause
+                raise
+            self._not_continuing = error
+            tapes = [run(training=False, generates=False)]
+        self.notes = self._cache_notes(tapes[0])
+        try:
+            tapes.append(run(training=True, generates=tapes[0].generates))
         except PruneError as error:
-            self.notes = [f"followed in eval mode only; train mode did not run: {error}"]
+            self.notes += [f"followed in eval mode only; train mode did not run: {error}"]
         self._tapes = tuple(tapes)
         return self._tapes
+
+    def _cache_notes(self, tape: Tape) -> list[str]:
+        """Return what the user should know about a cache in the output."""
+        if self._not_continuing is not None:
+            return [
+                f"the cache that the model returns counts as an output, and its channels are "
+                f"frozen, because the model does not run on one more token with it: "
+                f"{self._not_continuing}; pass use_cache=False to prune them"
+            ]
+        if tape.further_ops:
+            return ["the cache that the model returns is not compared; generation with it is"]
+        return []
+
+    def keep_cache(self, error: CannotContinue) -> Graph:
+        """Count a cache as an output from now on, and inspect again."""
+        self._not_continuing = error
+        return self.inspect()
 
     def _followed(self, tapes: tuple[Tape, ...]) -> Flow:
         """Return the labels after these tapes; computed again only if something has changed."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from ..surgery.proof import outputs
+from ..surgery.proof import eval_answer
 from ..torch_internals.class_swaps import derive_class
 from ..tracing.copying import copy_model
 from ..tracing.model_state import Example
@@ -31,7 +31,7 @@ def numbers_read(model: nn.Module, example: Example, numbers: set[Number]) -> se
             names = {name for owner, name in numbers if owner == path}
             module = copy.get_submodule(path)
             derive_class(module, {"__getattribute__": _noting(type(module), path, names, read)})
-        outputs(copy, example, training=False)
+        eval_answer(copy, example)
     except Exception:  # a class may refuse to be derived from, or its instances to be copied
         return numbers
     return read

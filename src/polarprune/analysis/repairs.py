@@ -17,7 +17,7 @@ from ..channels.graph import Graph, Location
 from ..errors import PruneError
 from .inspection import Inspection
 from .tape_comparison import Mismatch
-from .trial_cuts import TrialCuts, trial_plan
+from .trial_cuts import TrialCuts, trial_plan, trial_units
 
 PLANS = 16  # plans that are computed, without running the model, to tell widths apart
 Option = tuple[str, Location, set[int]]  # attribute, the width it may follow, seeds that tell
@@ -74,9 +74,7 @@ def _options(
     inspection: Inspection, graph: Graph, path: str, taken: dict[str, Location]
 ) -> list[Option]:
     """Return the integer attributes of a module, each with every width that it may follow."""
-    plans: list[Tensor] = [
-        graph.settle(graph.alive(trial_plan(graph, seed))) for seed in range(PLANS)
-    ]
+    plans = [trial_units(graph, seed) for seed in range(PLANS)]
     return [
         (name, location, telling)
         for name, value in vars(inspection.modules[path]).items()

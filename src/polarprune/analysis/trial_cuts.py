@@ -7,28 +7,40 @@ the outputs are compared instead, in float64 and with random weights.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ..channels.graph import Graph, Plan
+from ..channels.graph import Graph, Plan, plan_of
 from ..errors import PruneError
 from ..gates.folding import fold
 from ..surgery.apply import cut_copy, mock_copy
 from ..surgery.other_inputs import fresh_inputs
-from ..surgery.proof import StaysDouble, in_double, prove_equal
+from ..surgery.precision import StaysWide, computes_in_double, in_double, in_precision
+from ..surgery.proof import prove_equal
 from ..surgery.recipe import Recipe
-from ..surgery.write_recipe import write_recipe
+from ..surgery.write_recipe import recipe_for
 from ..tracing.copying import copy_model
-from ..tracing.model_state import Example
-from ..tracing.recorder import attempt, record
+from ..tracing.model_state import Example, named_tensors
+from ..tracing.recorder import attempt
 from ..tracing.tape import Tape
 from .tape_comparison import Mismatch, TapeComparison, replaced_modules
 
 _TOLERANCE = 1e-8  # in float64, where a correct cut differs by 1e-15 and a wrong one by 1e-3
 _SINGLE = 1e-4  # in float32
+_LARGE = 200_000_000  # numbers; larger models are compared in float32, in half of the memory
+
+
+@dataclass(frozen=True)
+class _Wide:
+    """A copy of the model in a wide precision, and how much a correct cut of it may differ."""
+
+    model: nn.Module
+    example: Example
+    dtype: torch.dtype
+    tolerance: float
 
 
 class TrialCuts:
@@ -36,7 +48,7 @@ class TrialCuts:
 
     def __init__(self, model: nn.Module, example: Example) -> None:
         self.model, self.example = model, example
-        self._double: tuple[nn.Module, Example, bool] | None = None
+        self._wide: _Wide | None = None
 
     def mismatch(
         self, graph: Graph, plan: Plan, *, compare_outputs: bool = False, mode: int | None = None
@@ -49,8 +61,9 @@ class TrialCuts:
             compare_outputs: Compare outputs too, on a copy with random weights in float64.
             mode: Run only in eval mode (0) or train mode (1) if both do the same.
         """
-        recipe = write_recipe(self.model, graph, plan)
-        found = self._compare_runs(graph, plan, recipe, mode if _modes_are_alike(graph) else None)
+        alive = graph.settle(graph.alive(plan))
+        recipe = recipe_for(self.model, graph, alive)
+        found = self._compare_runs(graph, alive, recipe, mode if _modes_are_alike(graph) else None)
         if self._is_meta() or (found is None and not compare_outputs):
             return found
         if found and not (found.ran and found.excusable):
@@ -62,7 +75,7 @@ class TrialCuts:
         return any(parameter.is_meta for parameter in self.model.parameters())
 
     def _compare_runs(
-        self, graph: Graph, plan: Plan, recipe: Recipe, mode: int | None
+        self, graph: Graph, alive: Tensor, recipe: Recipe, mode: int | None
     ) -> Mismatch | None:
         """Run a copy with the shapes of the cut model in the traced modes; compare the tapes."""
         try:
@@ -70,7 +83,7 @@ class TrialCuts:
             small = mock_copy(self.model, recipe, values=values)
         except PruneError as refused:
             return Mismatch(str(refused))
-        alive, skipped = graph.settle(graph.alive(plan)), replaced_modules(recipe)
+        skipped = replaced_modules(recipe)
         for training, before in enumerate(graph.tapes):
             if mode in (None, training):
                 after, error = self._run(small, before, training=bool(training))
@@ -85,37 +98,54 @@ class TrialCuts:
     ) -> tuple[Tape, Exception | None]:
         """Trace the cut model in one mode; return the tape and the error that stopped it."""
         return attempt(
-            small, self.example, training=training, with_values=before.has_values, brief=True
+            small,
+            self.example,
+            training=training,
+            generates=before.generates,
+            with_values=before.has_values,
+            brief=True,
         )
 
     def _compare_outputs(
         self, graph: Graph, plan: Plan, recipe: Recipe, found: Mismatch | None
     ) -> Mismatch | None:
         """Compare outputs; if they differ, return `found`, which can name the operation."""
-        model, example, is_double = self._in_double()
-        masked = copy_model(model)
+        wide = self._in_wide_precision(graph)
+        masked = copy_model(wide.model)
         fold(masked, graph, graph.alive(plan).double())
         try:
             small = cut_copy(masked, recipe)
-            with StaysDouble() if is_double else nullcontext():
-                close = _TOLERANCE if is_double else _SINGLE
-                prove_equal(masked, small, example, close, fresh_inputs(example))
+            with StaysWide(wide.dtype):
+                prove_equal(masked, small, wide.example, wide.tolerance, fresh_inputs(wide.example))
         except PruneError as error:
             return found or Mismatch(_first_line(error).split(". Nothing was")[0])
         return None
 
-    def _in_double(self) -> tuple[nn.Module, Example, bool]:
-        """Return a copy with random weights, the example, and True if both are in float64."""
-        if self._double is None:
-            try:
-                model, example = in_double(self.model, self.example)
-                with StaysDouble():
-                    record(model, example, training=False)
-                self._double = model, example, True
-            except PruneError:  # the code insists on float32
-                self._double = copy_model(self.model), self.example, False
-            _perturb(self._double[0])
-        return self._double
+    def _in_wide_precision(self, graph: Graph) -> _Wide:
+        """Return a copy with random weights in float64, or in float32 if it is large.
+
+        Outputs that are single numbers, such as a loss, tell enough in float64 only.
+        """
+        if self._wide is None:
+            numbers = sum(tensor.numel() for _, tensor in named_tensors(self.model))
+            scalars = all(math.prod(value.shape) == 1 for value in graph.tapes[0].outputs)
+            double = self._double() if numbers < _LARGE or scalars else None
+            self._wide = double or self._single()
+            _perturb(self._wide.model)
+        return self._wide
+
+    def _double(self) -> _Wide | None:
+        """Return a copy in float64, or None if the code insists on float32."""
+        try:
+            model, example = in_double(self.model, self.example)
+            throughout = computes_in_double(model, example)
+        except PruneError:
+            return None
+        return _Wide(model, example, torch.float64, _TOLERANCE if throughout else _SINGLE)
+
+    def _single(self) -> _Wide:
+        model, example = in_precision(self.model, self.example, torch.float32)
+        return _Wide(model, example, torch.float32, _SINGLE)
 
 
 def _mismatch_of(tapes: TapeComparison, error: Exception | None) -> Mismatch | None:
@@ -134,10 +164,11 @@ def _mismatch_of(tapes: TapeComparison, error: Exception | None) -> Mismatch | N
 def _modes_are_alike(graph: Graph) -> bool:
     """Return True if both modes perform the same operations, apart from those on scalars.
 
-    Batch norm counts its batches in train mode only, with operations on scalars.
+    Batch norm counts its batches in train mode only, with operations on scalars. In eval mode only,
+    the run goes on by a token with the cache.
     """
     names = [
-        [op.name for op in tape.ops if any(value.shape for value in op.tensors())]
+        [op.name for op in tape.counted_ops if any(value.shape for value in op.tensors())]
         for tape in graph.tapes
     ]
     return len(names) == 2 and names[0] == names[1]
@@ -169,15 +200,25 @@ def trial_plan(graph: Graph, seed: int) -> Plan:
     The first plans cut every group. Later ones sometimes keep all channels of narrow groups, which
     tells groups of the same width apart.
     """
+    return plan_of(graph, _drawn(graph, seed))
+
+
+def trial_units(graph: Graph, seed: int) -> Tensor:
+    """Return the units that are left after a trial plan: what `Graph.settle` makes of it."""
+    return graph.settle(_drawn(graph, seed))
+
+
+def _drawn(graph: Graph, seed: int) -> Tensor:
+    """Return a mask of the units that a trial plan keeps."""
     generator = torch.Generator("cpu").manual_seed(seed)
-    plan = {}
-    for name, group in graph.prunable.items():
+    kept = torch.zeros(graph.units, dtype=torch.bool, device="cpu")
+    for group in graph.prunable.values():
         order = torch.randperm(group.size, generator=generator, device="cpu")
         share = torch.rand(1, generator=generator, device="cpu").item() if seed else 0.5
         least = max(group.minimum, 2 if group.size > 2 else 1)
         count = int(group.size * share) if seed < 3 else round(group.size * share)
-        plan[name] = sorted(order[: max(least, count)].tolist())
-    return plan
+        kept[group.units][order[: max(least, count)]] = True
+    return kept
 
 
 def closing_plan(graph: Graph) -> Plan:

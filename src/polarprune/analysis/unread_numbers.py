@@ -20,7 +20,7 @@ from .inspection import Inspection
 from .number_reads import numbers_read
 from .other_forwards import OtherForwards
 from .repairs import PLANS
-from .trial_cuts import TrialCuts, trial_plan
+from .trial_cuts import TrialCuts, trial_plan, trial_units
 
 # An axis in every module of a class: of an operation's tensor (three numbers), of a parameter by
 # its name in the module, or of an input of the model.
@@ -116,7 +116,7 @@ def _confirmed(
     for tried in [choices, *([choice] for choice in choices)] if choices else []:
         new = _following(graph, tried)
         plans = (trial_plan(new, seed) for seed in sorted(inspection.seeds))
-        if not any(trial.mismatch(new, plan) for plan in plans):
+        if not any(trial.mismatch(new, plan, mode=k % 2) for k, plan in enumerate(plans)):
             if tried is choices:
                 return new
             graph = new
@@ -135,7 +135,7 @@ class _Sizes:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self._plans = [graph.settle(graph.alive(trial_plan(graph, seed))) for seed in range(PLANS)]
+        self._plans = [trial_units(graph, seed) for seed in range(PLANS)]
         self._inputs = [value.shape for tape in graph.tapes for value in tape.inputs]
         self._shapes: dict[str, dict[str, tuple[int, ...]]] = {}  # of the tensors in each module
         for name, shape in graph.shapes.items():

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor, nn
 
-from ..channels.graph import FROZEN, Graph, Plan
+from ..channels.graph import FROZEN, Graph
 from ..surgery.write_recipe import write_sizes
 from ..tracing.watched_sizes import AttributeOf, Decision, Expression, Leaf, SizeOf
 
@@ -18,18 +18,26 @@ Read = Callable[[Leaf], int]  # returns the number that a size or an attribute h
 
 
 class WidthReader:
-    """Evaluates the sizes and attributes in noted expressions as several plans leave them."""
+    """Evaluates the sizes and attributes in noted expressions as several plans leave them.
 
-    def __init__(self, model: nn.Module, graph: Graph, plans: Sequence[Plan]) -> None:
+    Args:
+        model: the traced model.
+        graph: what is known about it.
+        plans: for each plan, the units that are left after it.
+    """
+
+    def __init__(self, model: nn.Module, graph: Graph, plans: Sequence[Tensor]) -> None:
         self.graph = graph
         self.logs = [tape.sizes for tape in graph.tapes]
-        is_used = any(log.decisions or log.rounded for log in self.logs)
-        self._readers = [self._reader(model, plan) for plan in plans] if is_used else []
+        decided = [one.leaves for log in self.logs for one in log.decisions.values()]
+        rounded = [one.leaves for log in self.logs for one in log.rounded.values()]
+        leaves = frozenset[Leaf]().union(*decided, *rounded)
+        self._modules = {leaf.module for leaf in leaves if isinstance(leaf, AttributeOf)}
+        self._readers = [self._reader(model, plan) for plan in plans if decided or rounded]
 
-    def _reader(self, model: nn.Module, plan: Plan) -> Read:
-        """Return a function that reads sizes and attributes as this plan leaves them."""
-        alive = self.graph.settle(self.graph.alive(plan))
-        attributes = write_sizes(model, self.graph, alive).attributes
+    def _reader(self, model: nn.Module, alive: Tensor) -> Read:
+        """Return a function that reads sizes and attributes as they are with these units."""
+        attributes = write_sizes(model, self.graph, alive, self._modules).attributes
 
         def read(leaf: Leaf) -> int:
             if isinstance(leaf, AttributeOf):
@@ -43,9 +51,12 @@ class WidthReader:
     def changing(self) -> Iterator[Decision]:
         """Yield the comparisons whose result may change with a cut.
 
-        Those of two sides that are equal in every plan do not change, nor do those of constants.
+        Those of two sides that are equal in every plan do not change, nor do those of constants,
+        nor does a test for emptiness if all groups keep a channel.
         """
         for decision in (one for log in self.logs for one in log.decisions.values()):
+            if decision.tells_emptiness and not self.closable(decision):
+                continue
             left, right = (self._values(side) for side in (decision.left, decision.right))
             constant = all(self._is_constant(side) for side in (left, right))
             if not constant and (left != right or None in left):
@@ -73,6 +84,11 @@ class WidthReader:
         units = {unit for layer in layers for unit in layer.unique().tolist()}
         owners = self.graph.owners
         return list(dict.fromkeys(owners[unit] for unit in sorted(units - {FROZEN})))
+
+    def closable(self, decision: Decision) -> list[str]:
+        """Return the groups among them that may close entirely."""
+        groups = self.graph.groups
+        return [name for name in self.groups(decision) if not groups[name].minimum]
 
     def _layers(self, leaf: Leaf) -> list[Tensor]:
         """Return the units of a tensor, or of all parameters of the attribute's module."""

@@ -192,8 +192,9 @@ class Graph:
         alive = torch.ones(self.units, dtype=torch.bool, device="cpu")
         sizes = {name: group.size for name, group in groups.items()}
         for name, kept in checked_plan(plan, sizes).items():
-            alive[groups[name].units] = False
-            alive[[groups[name].offset + index for index in kept]] = True
+            mine = alive[groups[name].units]
+            mine[:] = False
+            mine[torch.tensor(kept, dtype=torch.long, device="cpu")] = True
         return alive
 
     def settle(self, alive: Tensor) -> Tensor:

@@ -267,7 +267,7 @@ def _uneven_groups(flow: Flow, formed: _Formed) -> dict[str, str]:
             first, last = int(labels[0]), int(labels[-1])
             if (first, labels.numel()) in whole_axes and last - first == labels.numel() - 1:
                 continue
-            for number in _unequal_counts(formed.unit_of[labels], owner, len(sizes)):
+            for number in _unequal_counts(formed.unit_of[labels], owner, sizes):
                 found[prunable[number].name] = (
                     f"some of these channels cost more than others in {item.op.where}; use a "
                     f"separate weight there in place of a part of one"
@@ -275,14 +275,16 @@ def _uneven_groups(flow: Flow, formed: _Formed) -> dict[str, str]:
     return found
 
 
-def _unequal_counts(units: Tensor, owner: Tensor, groups: int) -> list[int]:
-    """Return the numbers of the groups whose units do not occur equally often in `units`."""
-    counts = torch.bincount(units[units != FROZEN], minlength=len(owner))
-    none = counts.new_zeros(groups)
-    low = none.scatter_reduce(0, owner, counts, "amin", include_self=False)
-    high = none.scatter_reduce(0, owner, counts, "amax", include_self=False)
-    numbers: list[int] = (low != high).nonzero().flatten().tolist()
-    return numbers
+def _unequal_counts(units: Tensor, owner: Tensor, sizes: Tensor) -> list[int]:
+    """Return the numbers of the groups of which some units occur more often in `units`."""
+    present, counts = units[units != FROZEN].unique(return_counts=True)
+    numbers, group = owner[present].unique(return_inverse=True)
+    none = counts.new_zeros(len(numbers))
+    low = none.scatter_reduce(0, group, counts, "amin", include_self=False)
+    high = none.scatter_reduce(0, group, counts, "amax", include_self=False)
+    missing = torch.bincount(group, minlength=len(numbers)) != sizes[numbers]
+    found: list[int] = numbers[(low != high) | missing].tolist()
+    return found
 
 
 # --- operations that need several channels --------------------------------------------------------

@@ -193,10 +193,14 @@ class Layout:
 
         The last tensor marks contractions that make no unit: their outputs always stay.
         """
-        makers, made = _flat([item.makes for item in self.contractions])
-        readers, read = _flat([item.sites for item in self.contractions])
+        # The other mode, and every further call of a layer, repeat what is known.
+        items = {
+            (*map(id, item.makes), 0, *map(id, item.sites)): item for item in self.contractions
+        }
+        makers, made = _flat([item.makes for item in items.values()])
+        readers, read = _flat([item.sites for item in items.values()])
         gated = read != FROZEN
-        ends = [not item.makes for item in self.contractions]
+        ends = [not item.makes for item in items.values()]
         always_busy = torch.tensor(ends, dtype=torch.bool, device="cpu")
         return (makers, made), (readers[gated], read[gated]), always_busy
 
@@ -232,7 +236,8 @@ def _flat(vectors: list[list[Tensor]]) -> tuple[Tensor, Tensor]:
 
 def stays(units: Tensor, alive: Tensor) -> Tensor:
     """Return for every index whether its unit is in `alive`; frozen indices always stay."""
-    return torch.cat([alive, alive.new_ones(1)])[units]  # the last element is that of FROZEN
+    frozen = units == FROZEN
+    return alive[units] | frozen if len(alive) else frozen
 
 
 def varies(units: Tensor, axis: int) -> bool:

@@ -114,8 +114,9 @@ def _collect_terms(graph: Graph, axes: _Axes, modules: list[str]) -> _TermList:
     """Return the terms of all operations in the eval-mode tape; add their modules to `modules`."""
     found = _TermList()
     contractions = {item.op: item for item in graph.contractions}
+    counted = set(graph.tapes[0].counted_ops)
     for op in graph.tapes[0].relevant_ops:
-        if not op.outs or any(value.base is not None for value in op.outs):
+        if op not in counted or not op.outs or any(value.base is not None for value in op.outs):
             continue  # a view takes no time
         if op.module not in modules:
             modules.append(op.module)

@@ -208,7 +208,7 @@ def measure(model: nn.Module, graph: Graph) -> Cost:
 def _count_operations(graph: Graph) -> tuple[Quadratic, list[Output]]:
     """Return the MACs of all operations, and the outputs of the contractions."""
     macs = _Sum(graph)
-    first = set(graph.tapes[0].ops)
+    first = dict.fromkeys(graph.tapes[0].counted_ops)
     counted, outputs = set(), []
     for item in graph.contractions:
         if item.op in first:
@@ -216,7 +216,7 @@ def _count_operations(graph: Graph) -> tuple[Quadratic, list[Output]]:
             size = math.prod(factor.numel() for factor in item.factors)
             macs.add(item.op.macs / size, item.factors)
             outputs.append(_output(graph, item, macs))
-    for op in graph.tapes[0].ops:
+    for op in first:
         if op.macs and op not in counted:
             macs.add(op.macs, [])
     return macs.done(), outputs

@@ -56,15 +56,20 @@ class _KeptIndices:
     slices: Mapping[str, Mapping[str, list[int]]]
     first_names: Mapping[str, str]
 
-    def of(self, tensor: str, axis: int, size: int) -> list[int]:
-        """Return the kept indices along an axis that had `size` entries."""
+    def _kept(self, tensor: str, axis: int) -> list[int] | None:
         name = f"{self.path}.{tensor}" if self.path else tensor
         name = self.first_names.get(name, name)
-        return self.slices.get(name, {}).get(str(axis), list(range(size)))
+        return self.slices.get(name, {}).get(str(axis))
+
+    def of(self, tensor: str, axis: int, size: int) -> list[int]:
+        """Return the kept indices along an axis that had `size` entries."""
+        kept = self._kept(tensor, axis)
+        return list(range(size)) if kept is None else kept
 
     def count(self, tensor: str, axis: int, size: int) -> int:
         """Return how many indices are kept along an axis that had `size` entries."""
-        return len(self.of(tensor, axis, size))
+        kept = self._kept(tensor, axis)
+        return size if kept is None else len(kept)
 
 
 def _first_names(modules: dict[str, nn.Module]) -> dict[str, str]:

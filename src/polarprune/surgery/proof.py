@@ -8,62 +8,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import cast
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..errors import PruneError
 from ..rewriting.parametrizations import settle_weights
 from ..torch_internals.patches import full_float32_precision
-from ..tracing.copying import copy_model
+from ..tracing.generation import Answer, CannotContinue, answers, split
 from ..tracing.mac_count import MISSING_FORMULAS
 from ..tracing.model_state import (
     Example,
     as_call,
     named_tensors,
     restored,
-    tensors_in,
     without_fused_paths,
 )
 from .other_inputs import ANOTHER_BATCH, fresh_inputs
-from .repeatable_runs import TorchFunction, repeatable
-
-
-class StaysDouble(TorchFunctionMode):
-    """Compute in float64 where the model's code asks for float32.
-
-    Transformers often convert to float32 explicitly, for example in norms and in softmax.
-    """
-
-    def __torch_function__(
-        self,
-        func: TorchFunction,
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
-        """Run one function of torch with float64 in place of float32."""
-        if func is torch.Tensor.float:
-            return cast(Tensor, args[0]).double()
-        named = {key: _doubled(value) for key, value in (kwargs or {}).items()}
-        return func(*map(_doubled, args), **named)
-
-
-def _doubled(argument: object) -> object:
-    """Return float64 for the dtype float32, and any other argument as it is."""
-    return torch.float64 if argument is torch.float32 else argument
+from .precision import (
+    StaysWide,
+    check_rounded,
+    computes_in_double,
+    in_precision,
+    is_low,
+)
+from .repeatable_runs import repeatable
 
 
 def outputs(model: nn.Module, example: Example, *, training: bool) -> list[Tensor]:
     """Return all output tensors of the model, computed with dropout off and a fixed seed."""
-    args, kwargs = as_call(example)
+    return list(_answer(model, example, training=training, generates=False))
+
+
+def _answer(model: nn.Module, example: Example, *, training: bool, generates: bool) -> Answer:
+    """Return what a user reads of the output; see `generation.answers`."""
     with repeatable(model, training):
-        out = model(*args, **kwargs)
-    return [tensor.detach() for tensor in tensors_in(out)]
+        found = answers(model, example, generates=generates)
+    return Answer([x.detach() for x in found.read], [x.detach() for x in found.further])
 
 
 def difference(one: nn.Module, other: nn.Module, example: Example, *, training: bool) -> float:
@@ -99,22 +83,6 @@ def relative_gap(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max()) / max(float(a.abs().max()), 1e-30)
 
 
-def modes_that_run(model: nn.Module, example: Example) -> list[bool]:
-    """Return the modes to compare: eval mode, and train mode if the model runs in it.
-
-    True stands for train mode.
-    """
-    modes = [False]
-    try:
-        outputs(model, example, training=True)
-        modes.append(True)
-    except (
-        Exception
-    ):  # for example, detection models need targets and batch norm needs several samples
-        pass
-    return modes
-
-
 def prove_equal(
     one: nn.Module,
     other: nn.Module,
@@ -138,19 +106,59 @@ def prove_equal(
     Raises:
         PruneError: If the pruned model does not run, or if the difference exceeds the tolerance.
     """
-    found = {}
-    for training in modes_that_run(one, example):
-        name = "train" if training else "eval"
-        with _failure_explained(f"in {name} mode"):
-            found[name] = difference(one, other, example, training=training)
-        _check_gap(found[name], tolerance, f"{name} mode")
-    sizes = [tensor.shape[:1] for tensor in outputs(one, example, training=False)]
+    generates, wanted = eval_answer(one, example)
+    compare = partial(_compare, other, example, generates=generates, tolerance=tolerance)
+    found = compare(wanted, training=False)
+    trained = _train_answer(one, example, generates)
+    if trained is not None:
+        found |= compare(trained, training=True)
+    sizes = [tensor.shape[:1] for tensor in wanted]
     for name, inputs in fresh:
-        gap = _difference_if_it_runs(one, other, inputs, name, sizes)
+        gap = _difference_if_it_runs(one, other, inputs, name, sizes, generates)
         if gap is not None:
             found[name] = gap
             _check_gap(gap, tolerance, f"eval mode, {name}")
     return found
+
+
+def eval_answer(model: nn.Module, example: Example) -> tuple[bool, Answer]:
+    """Return the answer in eval mode, and whether it has one more token if there is a cache."""
+    try:
+        return True, _answer(model, example, training=False, generates=True)
+    except CannotContinue:  # `trace` has frozen the channels of the cache
+        return False, _answer(model, example, training=False, generates=False)
+
+
+def _train_answer(model: nn.Module, example: Example, generates: bool) -> Answer | None:
+    """Return the answer in train mode, or None if the model does not run in it."""
+    try:
+        return _answer(model, example, training=True, generates=generates)
+    except Exception:  # detection models need targets, batch norm needs several samples
+        return None
+
+
+def _compare(
+    other: nn.Module,
+    example: Example,
+    wanted: Answer,
+    *,
+    training: bool,
+    generates: bool,
+    tolerance: float,
+) -> dict[str, float]:
+    """Compare the pruned model with an answer of the gated one; return the differences by name."""
+    name = "train" if training else "eval"
+    with _failure_explained(f"in {name} mode"):
+        given = _answer(other, example, training=training, generates=generates)
+    found = {name: _largest_gap(wanted.read, given.read)}
+    if wanted.further:
+        found[ONE_MORE_TOKEN] = _largest_gap(wanted.further, given.further)
+    for key, gap in found.items():
+        _check_gap(gap, tolerance, f"{key} mode" if key == name else key)
+    return found
+
+
+ONE_MORE_TOKEN = "one more token with the cache"
 
 
 @contextmanager
@@ -173,7 +181,12 @@ def _check_gap(gap: float, tolerance: float, where: str) -> None:
 
 
 def _difference_if_it_runs(
-    one: nn.Module, other: nn.Module, inputs: Example, name: str, sizes: list[torch.Size]
+    one: nn.Module,
+    other: nn.Module,
+    inputs: Example,
+    name: str,
+    sizes: list[torch.Size],
+    generates: bool,
 ) -> float | None:
     """Return the largest difference in eval mode, or None if the inputs do not fit the models.
 
@@ -184,15 +197,18 @@ def _difference_if_it_runs(
         name: The name of these inputs.
         sizes: The batch sizes of the outputs for the example. With larger pictures,
             `x.view(-1, 256)` moves pixels into the batch axis; such outputs mean nothing.
+        generates: Run one more token if there is a cache.
     """
     try:
-        wanted = outputs(one, inputs, training=False)
+        wanted = list(_answer(one, inputs, training=False, generates=generates))
     except Exception:  # the model does not support these sizes
         return None
     if name != ANOTHER_BATCH and [tensor.shape[:1] for tensor in wanted] != sizes:
         return None
     try:
-        found = outputs(other, inputs, training=False)
+        found = list(_answer(other, inputs, training=False, generates=generates))
+    except CannotContinue as error:
+        raise PruneError(f"the pruned model does not run on {name}: {error}") from error
     except PruneError:  # a rewritten forward that supports other sizes only
         return None
     except Exception as error:
@@ -231,7 +247,7 @@ def _fused_outputs(model: nn.Module, example: Example) -> list[Tensor] | None:
             if isinstance(module, nn.TransformerEncoder):
                 module.use_nested_tensor = False
         before = torch.get_rng_state()
-        found = [tensor.detach() for tensor in tensors_in(model(*args, **kwargs))]
+        found = [tensor.detach() for tensor in split(model(*args, **kwargs)).read]
         return found if torch.equal(before, torch.get_rng_state()) else None
 
 
@@ -244,8 +260,11 @@ def prove_cut(
 ) -> dict[str, float]:
     """Raise unless the pruned model equals the gated model.
 
-    The models are compared in their own precision first. If they differ there, rounding may be the
-    cause, so the gated model is converted to float64, pruned again and compared once more.
+    The models are compared in their own precision first; copies in float32 are if that is bfloat16
+    or float16, and copies in float64 if all outputs are single numbers, such as a loss. If they
+    differ there, rounding may be the cause, so the gated model is converted to float64, pruned
+    again and compared once more. The limit is 1e-10 in float64, unless the model computes a part in
+    float32 even so.
 
     Args:
         gated: The model with gates.
@@ -260,17 +279,65 @@ def prove_cut(
     Raises:
         PruneError: If the models differ in float64 too.
     """
+    if _answers_with_scalars(gated, example):
+        return _proved_wide(gated, small, example, cut, torch.float64, tolerance)
+    if is_low(gated):
+        return _proved_wide(gated, small, example, cut, torch.float32, tolerance)
     first = next(tensor for _, tensor in named_tensors(gated) if tensor.is_floating_point())
-    close = 1e-10 if first.dtype == torch.float64 else tolerance
+    close = _DOUBLE if first.dtype == torch.float64 else tolerance
     fused = prove_fused_paths(gated, small, example)
     try:
         return {**prove_equal(gated, small, example, close, fresh_inputs(example)), **fused}
     except PruneError:
-        gated, example = in_double(gated, example)
-        with StaysDouble():
-            # Prune again in float64, because folding the gates into the weights rounds as well.
-            found = prove_equal(gated, cut(gated), example, 1e-10, fresh_inputs(example))
-        return {**{f"{mode}, in float64": gap for mode, gap in found.items()}, **fused}
+        return {**_proved_wide(gated, small, example, cut, torch.float64, tolerance), **fused}
+
+
+def _answers_with_scalars(model: nn.Module, example: Example) -> bool:
+    """Return whether every output is one number, such as a loss.
+
+    A mean over a batch hides differences: only float64 tells a small one from rounding.
+    """
+    return all(tensor.numel() == 1 for tensor in outputs(model, example, training=False))
+
+
+_DOUBLE = 1e-10  # the largest relative difference allowed in float64
+
+
+def _proved_wide(
+    gated: nn.Module,
+    small: nn.Module,
+    example: Example,
+    cut: Callable[[nn.Module], nn.Module],
+    wide: torch.dtype,
+    tolerance: float,
+) -> dict[str, float]:
+    """Compare copies in a wider precision; from float32, go on to float64 if they differ.
+
+    The copy is pruned again, because folding the gates into the weights rounds as well.
+    """
+    exact, inputs = in_precision(gated, example, wide)
+    is_double = wide == torch.float64
+    close = _DOUBLE if is_double and _is_double_throughout(exact, inputs) else tolerance
+    again = cut(exact)
+    try:
+        with StaysWide(wide):
+            found = prove_equal(exact, again, inputs, close, fresh_inputs(inputs))
+    except PruneError:
+        if is_double:
+            raise
+        del exact, again
+        return _proved_wide(gated, small, example, cut, torch.float64, tolerance)
+    check_rounded(small, again)
+    if not is_double:
+        found |= prove_fused_paths(exact, again, inputs)
+    return {f"{mode}, in {str(wide).removeprefix('torch.')}": gap for mode, gap in found.items()}
+
+
+def _is_double_throughout(model: nn.Module, example: Example) -> bool:
+    try:
+        return computes_in_double(model, example)
+    except PruneError:  # the comparison will say so
+        return True
 
 
 def check_macs(small: nn.Module, example: Example, claimed: int) -> None:
@@ -304,12 +371,6 @@ def count_macs(model: nn.Module, example: Example) -> int:
         for parameter in learned:
             parameter.requires_grad_(True)
     return int(counter.get_total_flops()) // 2
-
-
-def in_double(model: nn.Module, example: Example) -> tuple[nn.Module, Example]:
-    """Return a copy of the model and of the example in float64."""
-    double = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, example)
-    return copy_model(model).double(), double
 
 
 def own_copy(example: Example) -> Example:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
 from torch import Tensor, nn
 from torch.nn.modules import instancenorm
 
@@ -21,34 +23,57 @@ _Norm = nn.GroupNorm | instancenorm._InstanceNorm
 
 def write_recipe(model: nn.Module, graph: Graph, plan: Plan) -> Recipe:
     """Return the recipe that leaves only the planned channels in `model`."""
+    return recipe_for(model, graph, graph.settle(graph.alive(plan)))
+
+
+def recipe_for(model: nn.Module, graph: Graph, alive: Tensor) -> Recipe:
+    """Return the recipe that leaves only these units, which `Graph.settle` returned."""
     check_shapes(model, graph.shapes, "The graph belongs to another model; trace this one.")
-    alive = graph.settle(graph.alive(plan))
     recipe = write_sizes(model, graph, alive)
     _add_rewritten_forwards(graph, alive, recipe)
     _remove_closed_branches(dict(model.named_modules(remove_duplicate=False)), graph, recipe)
     return recipe
 
 
-def write_sizes(model: nn.Module, graph: Graph, alive: Tensor) -> Recipe:
-    """Return a recipe with the slices and the attributes of modules, but without their code."""
+def write_sizes(
+    model: nn.Module, graph: Graph, alive: Tensor, only: Collection[str] | None = None
+) -> Recipe:
+    """Return a recipe with the slices and the attributes of modules, but without their code.
+
+    Args:
+        model: the model to cut.
+        graph: what is known about it.
+        alive: the units that are left.
+        only: the modules whose attributes are wanted; all of them by default.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
+    wanted = modules if only is None else {path: modules[path] for path in only}
     recipe = Recipe(computed=list(graph.computed))
-    _add_slices(model, graph, alive, recipe)
+    _add_slices(model, graph, alive, recipe, wanted)
     describe_modules(modules, recipe)
     # A layer whose weight is read but that is never called has no output to replace.
     recipe.constants = [path for path in recipe.constants if graph.ops_in(path)]
-    for path, places in graph.size_attributes.items():
+    followed = (item for item in graph.size_attributes.items() if item[0] in wanted)
+    for path, places in followed:
         sizes = {name: graph.width(path, place, alive) for name, place in places.items()}
         recipe.attributes.setdefault(path, {}).update(sizes)
-    for path, module in modules.items():
+    for path, module in wanted.items():
         _describe_by_activations(path, module, graph, alive, recipe)
     return recipe
 
 
-def _add_slices(model: nn.Module, graph: Graph, alive: Tensor, recipe: Recipe) -> None:
-    """Add the kept indices of every axis that loses some."""
+def _add_slices(
+    model: nn.Module,
+    graph: Graph,
+    alive: Tensor,
+    recipe: Recipe,
+    wanted: Mapping[str, nn.Module],
+) -> None:
+    """Add the kept indices of every axis of these modules' tensors that loses some."""
+    tables = [table for one in wanted.values() for table in (one._parameters, one._buffers)]
+    held = {id(tensor) for table in tables for tensor in table.values()}
     known: dict[int, list[int]] = {}  # many axes share one vector of units
-    for name, tensor in named_tensors(model):
+    for name, tensor in ((k, x) for k, x in named_tensors(model) if id(x) in held):
         for axis, units in graph.axes.get(name, {}).items():
             if id(units) not in known:
                 known[id(units)] = stays(units, alive).nonzero().flatten().tolist()

@@ -31,13 +31,18 @@ def as_call(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (example,), {}
 
 
-def tensors_in(out: object) -> list[Tensor]:
-    """Return all tensors in an output: in containers, and in the fields of plain objects."""
+def tensors_in(out: object, without: object = None) -> list[Tensor]:
+    """Return all tensors in an output: in containers, and in the fields of plain objects.
+
+    Args:
+        out: the output.
+        without: an object in it whose tensors are left out.
+    """
     found: list[Tensor] = []
-    seen: set[int] = set()
+    seen = {id(without)}
     waiting = [out]
     while waiting:
-        for leaf in tree_leaves(waiting.pop(0)):
+        for leaf in tree_leaves(waiting.pop(0), is_leaf=lambda held: held is without):
             if isinstance(leaf, Tensor):
                 found.append(leaf)
             elif id(leaf) not in seen and not isinstance(leaf, nn.Module):

@@ -209,6 +209,11 @@ class OpRecorder(TorchDispatchMode):
         integers = any(value.is_integer for value in (*not_real, *op.outs[:1]))
         self.tape.needs_values |= integers and not returns_views(op.func)
 
+    def start_further(self, cached: list[Tensor]) -> list[Value]:
+        """Note that what follows is no part of the example's run, but generated with this cache."""
+        self.tape.example_ops, self.count_macs = len(self.tape.ops), False
+        return [self.value(tensor) for tensor in cached]
+
     def finish(self, out: object) -> None:
         """Note what was returned, and what the model's code stored without returning it."""
         self.tape.outputs = self.values(out)

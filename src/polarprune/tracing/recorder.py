@@ -7,19 +7,21 @@ Whatever runs in eager mode is recorded, Python control flow included. Products 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import PruneError
+from .generation import Answer, CannotContinue, answers, further_call
 from .model_state import Example, as_call, restored, tensors_in, without_fused_paths
 from .op_recorder import OpRecorder, default_seeds
 from .python_reads import PythonReads
 from .shape_only import release_placeholders
-from .tape import Tape
+from .tape import Tape, Value
 from .watched_sizes import plain, watch_attributes
 
 Mark = Callable[[str, object], None]  # the name of a node in a captured graph, and its result
@@ -34,6 +36,7 @@ def record(
     *,
     training: bool,
     forwards: Mapping[str, MakeForward] | None = None,
+    generates: bool = True,
 ) -> Tape:
     """Return the tape of one run.
 
@@ -43,27 +46,25 @@ def record(
         training: run in train mode, else in eval mode.
         forwards: functions that make a forward for the modules with these paths. It replaces
             theirs during the run, and may mark values by name.
+        generates: a cache that the model returns is no output; in eval mode, the run goes on by one
+            token with it.
 
     Returns:
         The tape. Values are computed only if something other than values depends on them.
 
     Raises:
+        CannotContinue: the model does not run on a further token with its cache.
         PruneError: the model does not run on the example, or returns no tensor.
     """
-    tape, error = attempt(model, example, training=training, forwards=forwards)
+    run = partial(
+        attempt, model, example, training=training, forwards=forwards, generates=generates
+    )
+    tape, error = run()
     if error is not None or tape.depends_on_data or tape.needs_values:
-        tape, error = attempt(
-            model, example, training=training, forwards=forwards, with_values=True
-        )
-    if error is not None and not isinstance(error, PruneError):  # watched sizes may be the cause
-        tape, error = attempt(
-            model,
-            example,
-            training=training,
-            forwards=forwards,
-            with_values=True,
-            watch_sizes=False,
-        )
+        tape, error = run(with_values=True)
+    watched = not isinstance(error, PruneError) or isinstance(error, CannotContinue)
+    if error is not None and watched:  # watched sizes may be the cause
+        tape, error = run(with_values=True, watch_sizes=False)
     _check(model, tape, error)
     return tape
 
@@ -90,6 +91,7 @@ def attempt(
     *,
     training: bool,
     forwards: Mapping[str, MakeForward] | None = None,
+    generates: bool = False,
     with_values: bool = False,
     brief: bool = False,
     watch_sizes: bool = True,
@@ -101,17 +103,26 @@ def attempt(
         example: the inputs to run it on.
         training: run in train mode, else in eval mode.
         forwards: as in `record`.
+        generates: as in `record`.
         with_values: compute every operation, not only its shape.
         brief: omit source lines, MACs and watched sizes.
         watch_sizes: note what Python code does with sizes.
     """
-    call = as_call(example)
+    further = further_call(model, example) if generates and not training else {}
     count_macs = not (training or brief)  # the cost is that of eval mode
-    recorder = OpRecorder(model, call, with_values=with_values, brief=brief, count_macs=count_macs)
+    recorder = OpRecorder(
+        model,
+        (as_call(example), further),
+        with_values=with_values,
+        brief=brief,
+        count_macs=count_macs,
+    )
+    recorder.tape.generates = generates
+    run = partial(answers, model, example, generates=generates, further=further)
     failed = None
     try:
         with _replaced_forwards(model, recorder, forwards or {}), _module_hooks(model, recorder):
-            _run(model, call, recorder, training=training, watch_sizes=watch_sizes and not brief)
+            _run(model, run, recorder, training=training, watch_sizes=watch_sizes and not brief)
     except Exception as error:
         failed = error
     finally:
@@ -125,23 +136,31 @@ def attempt(
 
 def _run(
     model: nn.Module,
-    call: tuple[tuple[Any, ...], dict[str, Any]],
+    run: Callable[..., Answer],
     recorder: OpRecorder,
     *,
     training: bool,
     watch_sizes: bool,
 ) -> None:
     """Run the model under the recorder."""
-    args, kwargs = call
     reads = PythonReads(recorder, watch_sizes)
+    cached: list[Value] = []
     with restored(model, training), without_fused_paths(model), recorder, reads:
         torch.default_generator.manual_seed(TRACING_SEED)
         recorder.seeds = default_seeds()
         if watch_sizes:
             watch_attributes(model.named_modules(), recorder.tape.sizes)
-        out = model(*args, **kwargs)
+        found = run(between=lambda cache: cached.extend(recorder.start_further(tensors_in(cache))))
         recorder.tape.sizes.active, recorder.busy = False, True
-        recorder.finish(tensors_in(out))
+        recorder.finish(list(found))
+    _check_reads_cache(recorder.tape, cached)
+
+
+def _check_reads_cache(tape: Tape, cached: Iterable[Value]) -> None:
+    """Raise if a further token does not read all of the cache: then it may be meant for others."""
+    read = {value.root for op in tape.further_ops for value in op.inputs()}
+    if not read.issuperset(value.root for value in cached if not value.is_integer):
+        raise CannotContinue("a further token does not read all tensors of the cache")
 
 
 @contextmanager

@@ -104,6 +104,8 @@ class Tape:
     read_values: list[Value] = field(default_factory=list)  # Python code read their values
     stored_values: list[Value] = field(default_factory=list)  # not returned, but still referenced
     sizes: SizeLog = field(default_factory=SizeLog)  # what Python code did with sizes
+    example_ops: int | None = None  # the operations after these compute a token with a cache
+    generates: bool = False  # a cache that the model returned is no output
     failed_in: str | None = None  # the module in which the run raised
     has_values: bool = False  # every operation was computed, not only its shape
     needs_values: bool = False  # placeholder values reached something that depends on values
@@ -142,6 +144,16 @@ class Tape:
         return self._leading_to(
             self.final_values, lambda op: op.module not in self.unchecked_modules
         )
+
+    @property
+    def counted_ops(self) -> list[Op]:
+        """The operations of the run on the example, which make up the cost."""
+        return self.ops[: self.example_ops]
+
+    @property
+    def further_ops(self) -> list[Op]:
+        """The operations that compute one more token with the cache of the example's run."""
+        return [] if self.example_ops is None else self.ops[self.example_ops :]
 
     def unused_values(self) -> Iterator[Value]:
         """Yield results that affect neither an output nor the operations that are performed."""

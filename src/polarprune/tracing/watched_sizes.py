@@ -64,6 +64,19 @@ class Expression:
         """Return the expression of a plain number."""
         return Expression(None, (number,))
 
+    @property
+    def is_zero(self) -> bool:
+        """True for the plain number 0."""
+        return self.function is None and self.inputs == (0,)
+
+    @property
+    def is_product(self) -> bool:
+        """True for a product of sizes and positive numbers: it is 0 only if one of the sizes is."""
+        if self.function is operator.mul:
+            return all(one.is_product for one in self.inputs)
+        (given, *more) = self.inputs
+        return not more and (isinstance(given, Leaf) or bool(given > 0))
+
     def value(self, read: Callable[[Leaf], int]) -> Any:
         """Return the value for other sizes of the leaves, or None if it cannot be computed."""
         try:
@@ -93,6 +106,12 @@ class Decision(NamedTuple):
     def where(self) -> str:
         """The module and the source line, for messages."""
         return f"{self.module or 'model'} ({self.line})"
+
+    @property
+    def tells_emptiness(self) -> bool:
+        """True if the result depends only on whether a size is 0, as in `x.numel() == 0`."""
+        sides = (self.left, self.right), (self.right, self.left)
+        return any(one.is_product and other.is_zero for one, other in sides)
 
     @property
     def leaves(self) -> frozenset[Leaf]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..channels.graph import Graph, plan_of, stays
+from ..channels.graph import Graph, stays
 from ..errors import PruneError
 from ..gates.folding import plain
 from ..gates.gate import Gate
@@ -25,7 +25,7 @@ from ..rewriting.forward_weights import without_computed_weights
 from ..rewriting.parametrizations import is_gated
 from ..surgery.apply import cut_copy, leave_fused_path, select_kept
 from ..surgery.recipe import Recipe
-from ..surgery.write_recipe import write_recipe
+from ..surgery.write_recipe import recipe_for
 from ..torch_internals.class_swaps import set_class
 from ..torch_internals.markers import attach_recipe, is_gate_part
 from ..tracing.copying import copy_model
@@ -63,7 +63,7 @@ class Rebuild:
     def __init__(self, bare: nn.Module, graph: Graph, before: Tensor, after: Tensor) -> None:
         self.bare, self.graph = bare, graph
         self.before, self.after = before, graph.settle(after)
-        self.recipe = write_recipe(bare, graph, plan_of(graph, self.after))
+        self.recipe = recipe_for(bare, graph, self.after)
         self.removed: list[weakref.ref[Tensor]] = []  # parameters of layers that were removed
 
     @property

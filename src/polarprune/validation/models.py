@@ -71,6 +71,7 @@ def _check_not_wrapped(model: nn.Module) -> None:
             f"instead, before or after the Pruner is built."
         )
     check_not_tensor_parallel(model)
+    _check_one_device(model)
     if sharded_modules(model):
         raise PruneError(
             "the model is sharded by fully_shard: trace the plain model before that. (A Pruner "
@@ -78,6 +79,25 @@ def _check_not_wrapped(model: nn.Module) -> None:
         )
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise PruneError(f"the model is a {name}, compiled to TorchScript: give the plain model.")
+
+
+def _check_one_device(model: nn.Module) -> None:
+    """Refuse weights that accelerate loads while a module runs, and weights on several devices."""
+    for path, module in model.named_modules():
+        hook = getattr(module, "_hf_hook", None)
+        hooks = getattr(hook, "hooks", (hook,))
+        if any(getattr(one, "offload", False) for one in hooks):
+            raise PruneError(
+                f"the weights of {path or 'the model'} are offloaded by accelerate, which loads "
+                f"them only while the module runs: no gate can reach them. Load the model onto one "
+                f"device, as with device_map={{'': 0}}, without offloading."
+            )
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1:
+        raise PruneError(
+            f"the model is spread over {', '.join(devices)}: load it onto one device, as with "
+            f"device_map={{'': 0}}; for several GPUs, use fully_shard or DistributedDataParallel."
+        )
 
 
 def check_not_tensor_parallel(model: nn.Module) -> None:

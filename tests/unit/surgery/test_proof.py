@@ -342,3 +342,53 @@ def test_references_outside_the_parameters_lead_to_the_loaded_tensors(tmp_path: 
     loaded = pp.load(tmp_path / "small.safetensors", model=Tied()).eval()
     assert loaded.tied[0] is loaded.a.weight
     assert torch.equal(loaded(X), small(X))
+
+
+# --- the precision of the computation -------------------------------------------------------------
+
+
+class Single(nn.Module):
+    """A part computes in float32 in a way that cannot be intercepted, whatever the model is in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(6, 48), nn.Linear(48, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, weight = self.a(x).relu(), self.b.weight
+        found: Tensor = h.type("torch.FloatTensor") @ weight.type("torch.FloatTensor").T
+        return found
+
+
+def test_a_part_in_float32_sets_the_limit_of_a_model_in_float64() -> None:
+    pruner = trained(Single().double(), X.double(), steps=8)
+    pruner.export()
+    assert "eval, in float64" in pruner.proof and 1e-10 < max(pruner.proof.values()) <= 1e-6
+
+
+def test_the_limit_stays_1e_minus_10_where_all_is_computed_in_float64() -> None:
+    one = Masked(0.0).double()
+    other = copy.deepcopy(one)
+    with torch.no_grad():
+        other.b.bias += 1e-7
+    with pytest.raises(pp.PruneError, match="at most 1e-10 is allowed"):
+        prove_cut(one, other, X.double(), lambda double: copy.deepcopy(other))
+
+
+def test_a_loss_hides_no_difference() -> None:
+    """A mean differs by less than a part of it: only float64 tells it from rounding."""
+
+    class Loss(Masked):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).square().mean() + 1.0
+
+    one = Loss(0.0)
+    other = copy.deepcopy(one)
+    with torch.no_grad():
+        other.b.weight += 1e-6
+    assert difference(one, other, X, training=False) < 1e-5
+    with pytest.raises(pp.PruneError, match="differs"):
+        prove_cut(one, other, X, lambda double: copy.deepcopy(other).double())
+    found = prove_cut(one, copy.deepcopy(one), X, copy.deepcopy)
+    assert found.keys() >= {"eval, in float64", "train, in float64"}

@@ -1,0 +1,185 @@
+"""What a user reads of a model's output: everything but a cache, and what the cache is for.
+
+A transformer that generates text returns the keys and values of its attention, so that the next
+call need not compute them again. Nobody reads this cache, so its channels need not stay. What is
+generated with it counts: the run on an example is followed by a call with one more token and the
+cache, and the output of this call is an output like any other. All runs that follow or compare a
+model go through `answers`; this is the only place that knows what a cache is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import PruneError
+from .model_state import Example, as_call, tensors_in
+
+_CACHE = "past_key_values"
+_CACHE_CLASS = ("transformers.cache_utils", "Cache")
+_DECODER_TOKENS = "decoder_input_ids"
+# Inputs of the first call that the next one must not get: it has other tokens.
+_ONLY_FIRST = ("labels", "input_ids", _DECODER_TOKENS, "inputs_embeds", "decoder_inputs_embeds")
+
+
+class CannotContinue(PruneError):
+    """The model does not run on one more token with the cache that it returned."""
+
+
+def is_cache(held: object) -> bool:
+    """Return True for a `Cache` of transformers, which need not be installed."""
+    return any((base.__module__, base.__name__) == _CACHE_CLASS for base in type(held).__mro__)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The tensors that a user reads of an output, and those of one more token."""
+
+    read: list[Tensor]
+    further: list[Tensor]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter((*self.read, *self.further))
+
+
+@dataclass(frozen=True)
+class Split:
+    """An output: the tensors that a user reads, and the cache, under the name of its argument."""
+
+    read: list[Tensor]
+    name: str = ""
+    cache: object = None
+
+
+def split(out: object) -> Split:
+    """Tell the cache in an output from the rest.
+
+    A cache is an object of the class of transformers, or what a dict holds as `past_key_values`
+    (tuples of tensors, before that class existed). Anything else is an output, and so are two.
+    """
+    items: Iterable[tuple[str, object]] = ()
+    if isinstance(out, Mapping):
+        items = out.items()
+    elif isinstance(out, (tuple, list)):
+        items = [(_CACHE, item) for item in out if is_cache(item)]
+    found = [(str(key), held) for key, held in items if is_cache(held) or _is_legacy(key, held)]
+    if len({id(held) for _, held in found}) != 1:
+        return Split(tensors_in(out))
+    name, cache = found[0]
+    if isinstance(out, Mapping):
+        out = {key: held for key, held in out.items() if held is not cache}
+    return Split(tensors_in(out, without=cache), name, cache)
+
+
+def _is_legacy(key: object, held: object) -> bool:
+    return key == _CACHE and isinstance(held, (tuple, list)) and bool(tensors_in(held))
+
+
+def answers(
+    model: nn.Module,
+    example: Example,
+    *,
+    generates: bool,
+    further: dict[str, Any] | None = None,
+    between: Callable[[object], None] = lambda cache: None,
+) -> Answer:
+    """Run the model and return the tensors of its output that a user reads.
+
+    Args:
+        model: The model, in the mode to run.
+        example: What it is called with.
+        generates: If there is a cache, leave it out and, in eval mode, run one more token with it;
+            what this returns is in the answer. Otherwise a cache is an output.
+        further: What `further_call` returns, if the caller has it.
+        between: Called with the cache before that token runs.
+
+    Raises:
+        CannotContinue: That token cannot be run.
+    """
+    args, kwargs = as_call(example)
+    if not generates:
+        return Answer(tensors_in(model(*args, **kwargs)), [])
+    parts = split(model(*args, **kwargs))
+    if parts.cache is None or model.training:
+        return Answer(parts.read, [])
+    call = further_call(model, example) if further is None else further
+    if not call:
+        raise CannotContinue("its inputs have no tokens under a name that is known")
+    between(parts.cache)
+    try:
+        more = model(**call, **{parts.name: parts.cache})
+    except Exception as error:
+        raise CannotContinue(str(error)) from error
+    return Answer(parts.read, split(more).read)
+
+
+def further_call(model: nn.Module, example: Example) -> dict[str, Any]:
+    """Return the arguments of a call with one more token, apart from the cache.
+
+    Empty if the example has no tokens under a name that transformers use, or holds a cache itself.
+    """
+    given = _by_name(model, example)
+    decoder = "decoder_" if _DECODER_TOKENS in inspect.signature(model.forward).parameters else ""
+    name, tokens = _token(given, decoder)
+    if tokens is None or given.get(_CACHE) is not None:
+        return {}
+    kept = {key: held for key, held in given.items() if key not in _ONLY_FIRST}
+    if decoder:  # the encoder gets its inputs again
+        kept |= {key: given[key] for key in ("input_ids", "inputs_embeds") if key in given}
+    for key, lengthen in _LENGTHEN.items():
+        key = decoder + key if key != "cache_position" else key
+        if isinstance(kept.get(key), Tensor):
+            kept[key] = lengthen(kept[key])
+    return {**kept, name: tokens}
+
+
+def _by_name(model: nn.Module, example: Example) -> dict[str, Any]:
+    """Return the arguments of the call by name; empty if the forward does not take them."""
+    args, kwargs = as_call(example)
+    signature = inspect.signature(model.forward)
+    try:
+        found = dict(signature.bind(*args, **kwargs).arguments)
+    except TypeError:
+        return {}
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL and found.pop(parameter.name, ()):
+            return {}
+        if parameter.kind is parameter.VAR_KEYWORD:
+            found.update(found.pop(parameter.name, {}))
+    return found
+
+
+def _token(given: Mapping[str, Any], decoder: str) -> tuple[str, Tensor | None]:
+    """Return one more token, taken from the given ones, and the name of its argument."""
+    ids, embedded = f"{decoder}input_ids", f"{decoder}inputs_embeds"
+    for name, source in ((ids, ids), (embedded, embedded), (ids, "labels"), (ids, "input_ids")):
+        held = given.get(source)
+        if isinstance(held, Tensor) and held.dim() >= 2 and held.shape[1]:
+            token = held[:, :1].detach().clone()
+            return name, token.clamp_min(0) if source == "labels" else token
+    return "", None
+
+
+def _next_mask(mask: Tensor) -> Tensor:
+    """Return an attention mask for one more token, which attends to everything that the last did.
+
+    Masks with an axis of queries keep its last row; those that are added have zeros, not ones.
+    """
+    added = mask.dim() > 2 and mask.is_floating_point()
+    last = mask[..., -1:, :] if mask.dim() > 2 else mask
+    own = torch.zeros_like if added else torch.ones_like
+    return torch.cat([last, own(last[..., :1])], -1)
+
+
+# By the end of the argument's name. All other arguments stay as they are.
+_LENGTHEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "attention_mask": _next_mask,
+    "position_ids": lambda x: x[..., -1:] + 1,
+    "cache_position": lambda x: x[-1:] + 1,
+    "token_type_ids": lambda x: x[..., -1:],
+}
