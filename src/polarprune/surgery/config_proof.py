@@ -1,0 +1,169 @@
+"""Let the config of a pruned model tell its sizes, if a model built from it is equal.
+
+A model with `save_pretrained` writes its config beside its weights. If the config still has the
+sizes of the original, nobody can load that folder. So the config gets the true sizes where a config
+can tell them, and `save_pretrained` refuses where it cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from torch import nn
+
+from ..errors import PruneError
+from ..torch_internals.refused_methods import allow_method, refuse_method
+from ..tracing.model_state import Example
+from .config_sizes import (
+    Config,
+    ConfigSearch,
+    Key,
+    is_config,
+    parts_of,
+    plain_class,
+    set_number,
+    values_in,
+    with_weights_of,
+)
+from .proof import StaysDouble, difference, in_double
+
+_SAVE = "save_pretrained"
+_TOLERANCE, _EXACT = 1e-5, 1e-10  # in the model's precision, and in float64
+_REMEDY = "polarprune.save stores any pruned model."
+
+
+def tell_sizes(model: nn.Module, example: Example | None) -> None:
+    """Give the config of a pruned model its true sizes, or let `save_pretrained` refuse.
+
+    Args:
+        model: A pruned model, which is changed in place.
+        example: Inputs on which a model that is built from the config is compared with this one;
+            without them, `save_pretrained` refuses.
+    """
+    if not any(map(_can_save, model.modules())):
+        return
+    try:
+        config = fitting_config(model, example)
+    except PruneError as error:
+        _refuse(model, f"{error}. {_REMEDY}")
+    except Exception as error:  # classes of users may raise anything when they are built
+        _refuse(model, f"{type(model).__name__} cannot be built: {error!r}. {_REMEDY}")
+    else:
+        set_config(model, config)
+
+
+def fitting_config(model: nn.Module, example: Example | None) -> Config:
+    """Return a config from which the class of a pruned model builds an equal model.
+
+    Raises:
+        PruneError: If there is none. The message has no full stop at its end.
+    """
+    family = plain_class(model).__name__
+    if not is_config(getattr(model, "config", None)):
+        raise PruneError(f"{family} is not built from a config that could tell the pruned sizes")
+    if example is None:
+        raise PruneError(
+            f"the config of this {family} has the sizes before pruning, with which from_pretrained "
+            f"cannot load the folder. Use save_pretrained(model, folder, example) of "
+            f"polarprune.integrations.transformers"
+        )
+    return _closest(model, example)
+
+
+def _closest(model: nn.Module, example: Example) -> Config:
+    """Return the config that gives the smallest difference, if that is nothing but rounding."""
+    best, found = float("inf"), None
+    for config in ConfigSearch(model).configs():
+        gap = _gap(model, config, example)
+        if found is None or gap < best:
+            best, found = gap, config
+        if best == 0:
+            return found
+    if best > _TOLERANCE or not _equal_in_double(model, found, example):
+        raise PruneError(_difference_explained(model, found, best))
+    return found
+
+
+def _gap(model: nn.Module, config: Config, example: Example) -> float:
+    """Return by how much a model that is built from a config differs; infinite if it fails."""
+    with suppress(Exception):  # sizes that fit the tensors need not fit each other
+        return difference(model, with_weights_of(model, config), example, training=False)
+    return float("inf")
+
+
+def _equal_in_double(model: nn.Module, config: Config, example: Example) -> bool:
+    """Return whether a difference is rounding: another number of heads may change little, too."""
+    model, example = in_double(model, example)
+    with StaysDouble():
+        return _gap(model, config, example) <= _EXACT
+
+
+def _difference_explained(model: nn.Module, config: Config, gap: float) -> str:
+    """Say which number the code of the class computes from the sizes in its config."""
+    family = plain_class(model).__name__
+    changed = [".".join(map(str, key)) for key in changed_numbers(model.config, config)]
+    built = with_weights_of(model, config)
+    names = [name for name, value in _constants(model) if _differs(value, built, name)]
+    cause = f"; {names[0]} follows from them" if names else ""
+    return (
+        f"{family} built with {', '.join(changed) or 'its config'} as pruned has the right shapes, "
+        f"but its outputs differ by {gap:.1g}{cause}. Freeze these channels with keep=[...]"
+    )
+
+
+def _constants(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the numbers and constant tensors that modules hold beside their weights."""
+    stored = model.state_dict().keys()
+    for path, module in model.named_modules():
+        held = {**vars(module), **module._buffers}
+        for name, value in held.items():
+            full = f"{path}.{name}".lstrip(".")
+            if isinstance(value, float) or (name in module._buffers and full not in stored):
+                yield full, value
+
+
+def _differs(value: Any, built: nn.Module, name: str) -> bool:
+    """Return whether the module of the same path in another model holds another value."""
+    path, _, leaf = name.rpartition(".")
+    other = getattr(built.get_submodule(path), leaf, None)
+    if isinstance(value, float):
+        return bool(value != other)
+    return other is not None and (value.shape != other.shape or bool((value != other).any()))
+
+
+# --- changing a model -----------------------------------------------------------------------------
+
+
+def changed_numbers(old: Config, new: Config) -> dict[Key, int]:
+    """Return the numbers in a config that differ from those in another one."""
+    before, after = dict(values_in(old)), dict(values_in(new))
+    return {k: v for k, v in after.items() if type(v) is int and before.get(k) != v}
+
+
+def set_config(model: nn.Module, config: Config) -> None:
+    """Give the configs of a model and its modules the numbers of this one, in place."""
+    numbers = changed_numbers(model.config, config)
+    parts = [(len(key), part) for key, part in parts_of(model.config)]
+    known = {id(part) for _, part in parts}
+    held = [getattr(module, "config", None) for module in model.modules()]
+    for key, value in numbers.items():
+        set_number(model.config, key, value)
+    for other in {id(one): one for one in held if is_config(one)}.values():
+        same = [depth for depth, part in parts if type(part) is type(other)]
+        if id(other) not in known and same:  # an encoder may hold a copy of the whole config
+            for key, value in numbers.items():
+                with suppress(AttributeError, IndexError):
+                    set_number(other, key[same[0] :], value)
+    for module in model.modules():
+        allow_method(module, _SAVE)
+
+
+def _can_save(module: nn.Module) -> bool:
+    return callable(getattr(type(module), _SAVE, None))
+
+
+def _refuse(model: nn.Module, reason: str) -> None:
+    for module in filter(_can_save, model.modules()):
+        refuse_method(module, _SAVE, f"{_SAVE}: {reason}")
