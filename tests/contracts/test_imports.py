@@ -21,7 +21,7 @@ import polarprune
 ROOT = Path(polarprune.__file__).parent
 ORDER: dict[str, list[str]] = {
     "errors": [],
-    "torch_internals": ["class_swaps", "markers", "parallel", "patches"],
+    "torch_internals": ["class_swaps", "markers", "parallel", "patches", "refused_methods"],
     "validation": [
         "models",
         "numbers",
@@ -90,6 +90,8 @@ ORDER: dict[str, list[str]] = {
         "module_sizes",
         "replacement_layers",
         "write_recipe",
+        "config_sizes",
+        "config_proof",
         "apply",
     ],
     "cost": [
@@ -139,6 +141,7 @@ ORDER: dict[str, list[str]] = {
         "loggers",
         "accelerate",
         "lightning",
+        "pretrained_folder",
         "transformers",
         "ultralytics",
     ],

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import PruneError
+from ..torch_internals.markers import attached_recipe
 from ..torch_internals.refused_methods import allow_method, refuse_method
 from ..tracing.model_state import Example
 from .config_sizes import (
@@ -30,8 +31,8 @@ from .config_sizes import (
 from .proof import StaysDouble, difference, in_double
 
 _SAVE = "save_pretrained"
-_TOLERANCE, _EXACT = 1e-5, 1e-10  # in the model's precision, and in float64
-_REMEDY = "polarprune.save stores any pruned model."
+CLOSE, _EXACT = 1e-5, 1e-10  # in the model's precision, and in float64
+REMEDY = "polarprune.save stores any pruned model."
 
 
 def tell_sizes(model: nn.Module, example: Example | None) -> None:
@@ -42,14 +43,15 @@ def tell_sizes(model: nn.Module, example: Example | None) -> None:
         example: Inputs on which a model that is built from the config is compared with this one;
             without them, `save_pretrained` refuses.
     """
-    if not any(map(_can_save, model.modules())):
+    recipe = attached_recipe(model) or {}
+    if not recipe.get("slices") or not any(map(_can_save, model.modules())):
         return
     try:
         config = fitting_config(model, example)
     except PruneError as error:
-        _refuse(model, f"{error}. {_REMEDY}")
+        _refuse(model, f"{error}. {REMEDY}")
     except Exception as error:  # classes of users may raise anything when they are built
-        _refuse(model, f"{type(model).__name__} cannot be built: {error!r}. {_REMEDY}")
+        _refuse(model, f"{type(model).__name__} cannot be built: {error!r}. {REMEDY}")
     else:
         set_config(model, config)
 
@@ -81,7 +83,7 @@ def _closest(model: nn.Module, example: Example) -> Config:
             best, found = gap, config
         if best == 0:
             return found
-    if best > _TOLERANCE or not _equal_in_double(model, found, example):
+    if best > CLOSE or not _equal_in_double(model, found, example):
         raise PruneError(_difference_explained(model, found, best))
     return found
 
@@ -145,17 +147,18 @@ def changed_numbers(old: Config, new: Config) -> dict[Key, int]:
 def set_config(model: nn.Module, config: Config) -> None:
     """Give the configs of a model and its modules the numbers of this one, in place."""
     numbers = changed_numbers(model.config, config)
-    parts = [(len(key), part) for key, part in parts_of(model.config)]
-    known = {id(part) for _, part in parts}
+    parts = list(parts_of(model.config))
     held = [getattr(module, "config", None) for module in model.modules()]
+    others = {id(one): one for one in held if is_config(one)}
     for key, value in numbers.items():
         set_number(model.config, key, value)
-    for other in {id(one): one for one in held if is_config(one)}.values():
-        same = [depth for depth, part in parts if type(part) is type(other)]
-        if id(other) not in known and same:  # an encoder may hold a copy of the whole config
-            for key, value in numbers.items():
-                with suppress(AttributeError, IndexError):
-                    set_number(other, key[same[0] :], value)
+    for _, part in parts:
+        others.pop(id(part), None)
+    for other in others.values():  # an encoder may hold a copy of the whole config
+        twins = [key for key, part in parts if type(part) is type(other)]
+        for key, value in numbers.items():
+            if len(twins) == 1 and key[: len(twins[0])] == twins[0]:
+                set_number(other, key[len(twins[0]) :], value)
     for module in model.modules():
         allow_method(module, _SAVE)
 

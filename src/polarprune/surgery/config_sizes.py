@@ -149,6 +149,15 @@ def parts_of(config: Config, key: Key = ()) -> Iterator[tuple[Key, Config]]:
             yield from parts_of(value, (*key, name))
 
 
+def _refusal(config: Config) -> str:
+    """Return why a config cannot be read from a file; empty if it can."""
+    try:
+        type(config).from_dict(config.to_dict())
+    except Exception as error:  # configs check their numbers in their own ways
+        return f"{type(config).__name__} refuses the pruned sizes: {error}"
+    return ""
+
+
 # --- the search -----------------------------------------------------------------------------------
 
 
@@ -205,18 +214,20 @@ class ConfigSearch:
         """
         if self.before.shapes == self.wanted.shapes:
             yield copy.deepcopy(self.config)
-        reasons, count = [], 0
+        reason, fits = "", False
         for given in self._given_numbers():
             solved = _Equations(self, given)
-            reasons.append(solved.contradiction())
+            reason = reason if fits else solved.contradiction()
             for numbers in solved.numbers():
+                config = with_numbers(self.config, {**given, **numbers})
                 measured = self.measure({**given, **numbers})
                 if measured is not None and measured.shapes == self.wanted.shapes:
-                    count += 1
-                    yield with_numbers(self.config, {**given, **numbers})
-            if count:
+                    fits, reason = True, _refusal(config)
+                    if not reason:
+                        yield config
+            if fits and not reason:
                 return
-        raise PruneError(reasons[-1])
+        raise PruneError(reason)
 
     def measure(self, numbers: Mapping[Key, int]) -> _Sizes | None:
         """Return the sizes of a model that is built with other numbers, if it can be built."""
