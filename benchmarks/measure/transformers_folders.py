@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ AUTO = {
 VARIANTS = {
     "mlp": ("mlp",),
     "heads": ("heads",),
+    "other": ("other",),  # not in the table: what is as wide as the stream, and prunable without it
     "stream": ("stream", "other"),
     "all": ("mlp", "heads", "stream", "other"),
 }
@@ -91,11 +93,12 @@ def measure(family: str, folder: Path) -> dict[str, Any]:
     graph = pp.trace(model, example, norms=True)
     kinds, found = kinds_of(graph), {}
     for name, chosen in VARIANTS.items():
-        if name != "all" and name not in kinds.values():
+        if not any(kind in chosen[:1] for kind in kinds.values()):
             continue
         small = cut(model, graph, kinds, chosen)
         params = sum(map(torch.Tensor.numel, small.parameters()))
-        row: dict[str, Any] = {"params": params / sum(map(torch.Tensor.numel, model.parameters()))}
+        row: dict[str, Any]
+        row = {"params": params / sum(map(torch.Tensor.numel, model.parameters()))}
         before = numbers(small.config)
         target = folder / f"{family}-{name}"
         try:
@@ -107,16 +110,17 @@ def measure(family: str, folder: Path) -> dict[str, Any]:
             row["config"] = {k: v for k, v in after.items() if before.get(k) != v}
             store_answers(small, example, AUTO[family], folder / f"{target.name}.pt")
         found[name] = row
-    return {
-        "variants": found,
-        "keep": sorted(
-            {
-                ".".join("*" if part.isdigit() else part for part in name.split("."))
-                for name, kind in kinds.items()
-                if kind == "other" or (kind == "heads" and "refused" in found["heads"])
-            }
-        ),
-    }
+    fixed = {kind for kind in ("heads", "other") if "refused" in found.get(kind, {})}
+    found.pop("other", None)
+    names = [name for name, kind in kinds.items() if kind in fixed]
+    wrapped = not hasattr(model, "save_pretrained")
+    return {"variants": found, "keep": sorted({pattern_of(name, wrapped) for name in names})}
+
+
+def pattern_of(name: str, wrapped: bool) -> str:
+    """Return a name with * for the numbers of blocks, as the model itself knows it."""
+    parts = name.split(".")[1 if wrapped else 0 :]
+    return ".".join("*" if part.isdigit() else part for part in parts)
 
 
 def numbers(config: Any) -> dict[str, Any]:
@@ -139,9 +143,12 @@ def main() -> None:
         loaded = load_elsewhere(folder)
     for place, found in loaded.items():
         family, variant = place.split("-")
-        rows[family]["variants"][variant] |= found
+        if variant in rows[family]["variants"]:
+            rows[family]["variants"][variant] |= found
     if not sys.argv[1:]:
-        write_numbers(NAME, {"families": rows, **environment()})
+        found = environment()
+        found["versions"]["transformers"] = version("transformers")  # type: ignore[index]
+        write_numbers(NAME, {"families": rows, **found}, sort_keys=False)
     print(json.dumps(rows, indent=1))
 
 

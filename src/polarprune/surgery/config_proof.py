@@ -7,11 +7,11 @@ can tell them, and `save_pretrained` refuses where it cannot.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..errors import PruneError
 from ..torch_internals.markers import attached_recipe
@@ -108,31 +108,33 @@ def _difference_explained(model: nn.Module, config: Config, gap: float) -> str:
     changed = [".".join(map(str, key)) for key in changed_numbers(model.config, config)]
     built = with_weights_of(model, config)
     names = [name for name, value in _constants(model) if _differs(value, built, name)]
-    cause = f"; {names[0]} follows from them" if names else ""
+    cause = f", perhaps because of {names[0]}" if names else ""
     return (
         f"{family} built with {', '.join(changed) or 'its config'} as pruned has the right shapes, "
         f"but its outputs differ by {gap:.1g}{cause}. Freeze these channels with keep=[...]"
     )
 
 
-def _constants(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the numbers and constant tensors that modules hold beside their weights."""
+def _constants(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return the constant tensors and the numbers that modules hold; integers tell least."""
     stored = model.state_dict().keys()
-    for path, module in model.named_modules():
-        held = {**vars(module), **module._buffers}
-        for name, value in held.items():
-            full = f"{path}.{name}".lstrip(".")
-            if isinstance(value, float) or (name in module._buffers and full not in stored):
-                yield full, value
+    tensors = [(name, x) for name, x in model.named_buffers() if name not in stored]
+    held = [
+        (f"{path}.{name}".lstrip("."), value)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if type(value) in (float, int)
+    ]
+    return [*tensors, *sorted(held, key=lambda pair: isinstance(pair[1], int))]
 
 
 def _differs(value: Any, built: nn.Module, name: str) -> bool:
     """Return whether the module of the same path in another model holds another value."""
     path, _, leaf = name.rpartition(".")
     other = getattr(built.get_submodule(path), leaf, None)
-    if isinstance(value, float):
-        return bool(value != other)
-    return other is not None and (value.shape != other.shape or bool((value != other).any()))
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return value.shape != other.shape or not torch.equal(value, other)
+    return bool(value != other)
 
 
 # --- changing a model -----------------------------------------------------------------------------
