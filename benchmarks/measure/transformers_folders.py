@@ -25,7 +25,7 @@ from torch import nn
 import polarprune as pp
 from benchmarks.measure.import_torchvision import import_torchvision
 from benchmarks.measure.load_folders import load_elsewhere, store_answers
-from benchmarks.measure.transformers_models import TRANSFORMERS, make_transformers
+from benchmarks.measure.transformers_models import make_transformers
 from benchmarks.store import write_numbers
 from polarprune.channels.graph import Graph, Group
 from polarprune.cost.timing import environment

@@ -34,7 +34,7 @@ Ratios = Mapping[Key, Fraction]  # new / old, for numbers in a config
 _ONE = Fraction(1)
 _FACTORS = (Fraction(2), Fraction(1, 2), Fraction(3))
 _IMPLIED = "head_dim"  # the one number that models read although their config may not have it
-_TRIED = 24  # instead of a number that is not given; divisible by most numbers of heads
+_TRIED = 7200  # instead of a number that is not given; no model has it, and many numbers divide it
 _OTHER_NUMBERS = ("_id", "_ids", "_tokens")  # ends of names of numbers that are no sizes
 _MOST_CONFIGS = 16
 
