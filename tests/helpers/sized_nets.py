@@ -53,7 +53,8 @@ class Sized(nn.Module):
 class Perceptrons(Sized):
     """Blocks with one inner width for all of them, stages with their own, and a scale.
 
-    `inner` may be missing: it is four times `width` then.
+    `inner` may be missing: it is four times `width` then. `scaled` says how much the scale follows
+    from the width of the first stage.
     """
 
     def __init__(self, config: Any) -> None:
@@ -65,7 +66,7 @@ class Perceptrons(Sized):
         )
         widths = [config.width, *config.stages]
         self.stages = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
-        self.scale = config.stages[0] ** 0.5 if config.scaled else 1.0
+        self.scale = 1 + config.scaled * config.stages[0] if config.stages else 1.0
         self.head = nn.Linear(widths[-1], config.top.classes)
 
     def forward(self, x: Tensor) -> Any:
@@ -79,5 +80,5 @@ class Perceptrons(Sized):
 
 def perceptrons(kind: type[Sizes] = Sizes, **numbers: Any) -> Perceptrons:
     """Return a small network; its input has 6 features."""
-    given = {"width": 6, "inner": 10, "depth": 2, "stages": [8, 8], "scaled": False, **numbers}
+    given = {"width": 6, "inner": 10, "depth": 2, "stages": [8, 8], "scaled": 0.0, **numbers}
     return Perceptrons(kind(**given, top=Sizes(classes=3)))

@@ -66,8 +66,9 @@ def test_blocks_of_different_widths_are_refused() -> None:
     assert "uniform=True" in message and "polarprune.save" in message
 
 
-def test_a_scale_that_follows_from_a_width_is_refused() -> None:
-    small = pruned(perceptrons(scaled=True), {"stages.0": [0, 1, 2]})
+@pytest.mark.parametrize("scaled", [0.1, 1e-7])  # by more than rounding, and by less in float32
+def test_a_scale_that_follows_from_a_width_is_refused(scaled: float) -> None:
+    small = pruned(perceptrons(scaled=scaled), {"stages.0": [0, 1, 2]})
     assert small.config.stages == [8, 8]
     message = refusal(small)
     assert "built with stages.0 as pruned has the right shapes, but its outputs differ" in message
