@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..errors import PruneError
 from ..surgery.config_proof import CLOSE, REMEDY, fitting_config, set_config
-from ..surgery.config_sizes import is_config, plain_class
+from ..surgery.config_sizes import convert_constants, is_config, plain_class
 from ..surgery.other_inputs import fresh_inputs
 from ..surgery.proof import example_for, outputs, relative_gap
 from ..torch_internals.markers import attached_state, uncompiled
@@ -161,7 +161,9 @@ def _loaded(model: Any, folder: Path) -> nn.Module:
             f"{_WHERE}: {family.__name__}.from_pretrained finds {wrong}. Nothing was written. "
             f"{REMEDY}"
         )
-    return cast(nn.Module, loaded.to(next(model.parameters()).device).eval())
+    loaded.to(next(model.parameters()).device)
+    convert_constants(loaded, model)
+    return cast(nn.Module, loaded.eval())
 
 
 def _gap(model: nn.Module, loaded: nn.Module, inputs: Example) -> float | None:

@@ -75,13 +75,21 @@ def with_weights_of(model: nn.Module, config: Config) -> nn.Module:
     """
     new = without_weights(plain_class(model), config)
     new.load_state_dict(model.state_dict(), assign=True)
-    own = dict(model.named_buffers())
-    for path, module in new.named_modules():
+    convert_constants(new, model)
+    return new.train(model.training)
+
+
+def convert_constants(model: nn.Module, like: nn.Module) -> None:
+    """Bring the buffers of a model to the devices and dtypes of those of another one, in place.
+
+    `like.to(torch.bfloat16)` converts them; a model that is built or loaded makes them again.
+    """
+    twins = dict(like.named_buffers())
+    for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
-            twin = own.get(f"{path}.{name}" if path else name)
+            twin = twins.get(f"{path}.{name}" if path else name)
             if buffer is not None and twin is not None:
                 module._buffers[name] = buffer.to(twin.device, twin.dtype)
-    return new.train(model.training)
 
 
 class _Sizes(NamedTuple):
