@@ -90,6 +90,7 @@ ORDER: dict[str, list[str]] = {
         "module_sizes",
         "replacement_layers",
         "write_recipe",
+        "config_models",
         "config_sizes",
         "config_proof",
         "apply",

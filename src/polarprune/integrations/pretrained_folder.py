@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PruneError
+from ..surgery.config_models import convert_constants, plain_class
 from ..surgery.config_proof import CLOSE, REMEDY, fitting_config, set_config
-from ..surgery.config_sizes import convert_constants, is_config, plain_class
+from ..surgery.config_sizes import is_config
 from ..surgery.other_inputs import fresh_inputs
 from ..surgery.proof import example_for, outputs, relative_gap
 from ..torch_internals.markers import attached_state, uncompiled

@@ -7,6 +7,7 @@ can tell them, and `save_pretrained` refuses where it cannot.
 
 from __future__ import annotations
 
+import copy
 from contextlib import suppress
 from typing import Any
 
@@ -17,17 +18,8 @@ from ..errors import PruneError
 from ..torch_internals.markers import attached_recipe
 from ..torch_internals.refused_methods import allow_method, refuse_method
 from ..tracing.model_state import Example
-from .config_sizes import (
-    Config,
-    ConfigSearch,
-    Key,
-    is_config,
-    parts_of,
-    plain_class,
-    set_number,
-    values_in,
-    with_weights_of,
-)
+from .config_models import Config, plain_class, with_weights_of
+from .config_sizes import ConfigSearch, Key, is_config, parts_of, set_number, values_in
 from .proof import StaysDouble, difference, in_double
 
 _SAVE = "save_pretrained"
@@ -152,10 +144,9 @@ def set_config(model: nn.Module, config: Config) -> None:
     parts = list(parts_of(model.config))
     held = [getattr(module, "config", None) for module in model.modules()]
     others = {id(one): one for one in held if is_config(one)}
-    for key, value in numbers.items():
-        set_number(model.config, key, value)
-    for _, part in parts:
-        others.pop(id(part), None)
+    for (_, old), (_, new) in zip(parts, parts_of(copy.deepcopy(config)), strict=True):
+        old.__dict__.update({k: x for k, x in vars(new).items() if not is_config(x)})
+        others.pop(id(old), None)
     for other in others.values():  # an encoder may hold a copy of the whole config
         twins = [key for key, part in parts if type(part) is type(other)]
         for key, value in numbers.items():

@@ -15,17 +15,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from ..errors import PruneError
-from ..torch_internals.markers import class_origin
-from .repeatable_runs import TorchFunction
+from .config_models import Config, plain_class, without_weights
 
-Config = Any  # an object of another library
 Key = tuple[str | int, ...]  # where a number stands in a config, as ("text_config", "hidden_size")
 Place = tuple[str, str | int]  # a tensor and an axis, or a module and an attribute
 Powers = tuple[tuple[Key, int], ...]  # the numbers that a size is proportional to
@@ -36,60 +32,8 @@ _FACTORS = (Fraction(2), Fraction(1, 2), Fraction(3))
 _IMPLIED = "head_dim"  # the one number that models read although their config may not have it
 _TRIED = 7200  # instead of a number that is not given; no model has it, and many numbers divide it
 _OTHER_NUMBERS = ("_id", "_ids", "_tokens")  # ends of names of numbers that are no sizes
+_PER_LAYER = "per_layer_config"  # layer -> numbers that replace those of the config there
 _MOST_CONFIGS = 16
-
-# --- models from configs --------------------------------------------------------------------------
-
-
-class _WithoutWeights(TorchFunctionMode):
-    """Leave out the memory of weights: layers make them with `torch.empty`, constants otherwise."""
-
-    def __torch_function__(
-        self,
-        func: TorchFunction,
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
-        """Run one function of torch; `torch.empty` on the meta device."""
-        kwargs = kwargs or {}
-        return func(*args, **({**kwargs, "device": "meta"} if func is torch.empty else kwargs))
-
-
-def plain_class(model: nn.Module) -> type[nn.Module]:
-    """Return the user's class of a model, also if its forward was rewritten."""
-    return next(family for family in type(model).__mro__ if class_origin(family) is None)
-
-
-def without_weights(family: type[nn.Module], config: Config) -> nn.Module:
-    """Build a model from a config, with its constants but without memory for its weights."""
-    with torch.random.fork_rng(devices=[]), _WithoutWeights():
-        return family(config)
-
-
-def with_weights_of(model: nn.Module, config: Config) -> nn.Module:
-    """Build a model of the same class from another config; it shares the tensors of `model`.
-
-    Raises:
-        RuntimeError: If the tensors do not fit.
-    """
-    new = without_weights(plain_class(model), config)
-    new.load_state_dict(model.state_dict(), assign=True)
-    convert_constants(new, model)
-    return new.train(model.training)
-
-
-def convert_constants(model: nn.Module, like: nn.Module) -> None:
-    """Bring the buffers of a model to the devices and dtypes of those of another one, in place.
-
-    `like.to(torch.bfloat16)` converts them; a model that is built or loaded makes them again.
-    """
-    twins = dict(like.named_buffers())
-    for path, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            twin = twins.get(f"{path}.{name}" if path else name)
-            if buffer is not None and twin is not None:
-                module._buffers[name] = buffer.to(twin.device, twin.dtype)
 
 
 class _Sizes(NamedTuple):
@@ -119,9 +63,14 @@ def is_config(thing: object) -> bool:
 
 def with_numbers(config: Config, numbers: Mapping[Key, int]) -> Config:
     """Return a copy of a config with other numbers."""
-    new = copy.deepcopy(config)
+    new, layers = copy.deepcopy(config), dict[int, dict[str, int]]()
     for key, value in numbers.items():
-        set_number(new, key, value)
+        if key[0] == _PER_LAYER:
+            layers.setdefault(int(key[1]), {})[str(key[2])] = value
+        else:
+            set_number(new, key, value)
+    if layers:
+        new.per_layer_config = layers
     return new
 
 
@@ -244,14 +193,30 @@ class ConfigSearch:
         return None
 
     def _given_numbers(self) -> Iterator[dict[Key, int]]:
-        """Yield nothing to add to the config, then the numbers that it only implies."""
+        """Yield nothing to add to the config, the numbers that it implies, and those of layers."""
         yield {}
         missing = [key for key, value in values_in(self.config) if value is None]
         parts = parts_of(self.config)
-        missing += [(*key, _IMPLIED) for key, part in parts if not hasattr(part, _IMPLIED)]
+        missing += [(*key, _IMPLIED) for key, part in parts if _IMPLIED not in vars(part)]
         found = {key: value for key in missing if (value := self._implied(key)) is not None}
         if found:
             yield found
+        layers = self._numbers_of_layers()
+        if layers:
+            yield {**found, **layers}
+
+    def _numbers_of_layers(self) -> dict[Key, int]:
+        """Return the numbers that the class reads for every layer, as the config has them now."""
+        count = vars(self.config).get("num_hidden_layers")
+        if type(count) is not int or not hasattr(type(self.config), _PER_LAYER):
+            return {}
+        read = {}
+        for key, value in values_in(self.config):
+            if len(key) == 1 and type(value) is int:
+                tried = self.measure({(_PER_LAYER, 0, key[0]): 2 * value})
+                if tried is not None and tried.shapes != self.before.shapes:
+                    read[key[0]] = value
+        return {(_PER_LAYER, n, name): value for n in range(count) for name, value in read.items()}
 
     def _implied(self, key: Key) -> int | None:
         """Return the number that makes no difference when it is given, if there is one."""
@@ -277,8 +242,8 @@ class _Equations:
         self.search, self.given = search, given
         sizes = _pairs(search.before.shapes, search.wanted.shapes)
         changed = {old for _, old, new in sizes if old != new}
-        values = values_in(with_numbers(search.config, given))
-        self.old = {k: v for k, v in values if type(v) is int and _divides(v, changed)}
+        values = dict(values_in(with_numbers(search.config, given))) | given
+        self.old = {k: v for k, v in values.items() if type(v) is int and _divides(v, changed)}
         effects = {key: self._effects(key, value) for key, value in self.old.items()}
         self.demands = _demands(sizes, effects)
         held = _pairs(search.before.attributes, search.wanted.attributes)

@@ -55,6 +55,35 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any], bool]] = {
 TRACED: dict[str, Any] = {}
 
 
+class LayeredConfig(transformers.PreTrainedConfig):
+    model_type = "layered"
+    num_hidden_layers: int = 3
+    width: int = 6
+    inner: int = 10
+
+
+class Layered(transformers.PreTrainedModel):
+    """A model whose class reads a width of every layer."""
+
+    config_class = LayeredConfig
+
+    def __init__(self, config: LayeredConfig) -> None:
+        super().__init__(config)
+        self.layers = torch.nn.ModuleList(map(self.layer, config.per_layer_config))
+        self.post_init()
+
+    def layer(self, config: LayeredConfig) -> torch.nn.Module:
+        first = torch.nn.Linear(config.width, config.inner)
+        return torch.nn.Sequential(
+            first, torch.nn.Tanh(), torch.nn.Linear(config.inner, config.width)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
 def traced(family: str) -> tuple[Any, Any, dict[str, Any]]:
     """Return a model, its graph and its example; each family is traced once."""
     if family not in TRACED:
@@ -158,6 +187,29 @@ def test_widths_that_differ_from_block_to_block_are_refused(tmp_path: Path) -> N
     with pytest.raises(pp.PruneError, match=r"one number for all blocks.*uniform=True"):
         save_pretrained(pp.shrink(model, graph, plan), tmp_path / "small", example)
     assert not list(tmp_path.iterdir())
+
+
+def test_constants_that_were_converted_with_the_model_count_as_rounding(tmp_path: Path) -> None:
+    model, graph, example = traced("llama")
+    plan = {f"model.layers.{n}.mlp.gate_proj": list(range(8)) for n in range(2)}
+    small: Any = pp.shrink(model, graph, plan).half()
+    assert small.model.rotary_emb.inv_freq.dtype == torch.float16
+    save_pretrained(small, tmp_path / "small", example)
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "small")
+    assert loaded.dtype == torch.float16 and loaded.model.rotary_emb.inv_freq.dtype != loaded.dtype
+
+
+def test_a_class_that_reads_the_sizes_of_every_layer_gets_them(tmp_path: Path) -> None:
+    model, x = Layered(LayeredConfig()), torch.randn(4, 6)
+    plan = {f"layers.{n}.0": list(range(n + 3)) for n in range(2)}
+    small: Any = pp.shrink(model, pp.trace(model, x), plan)
+    save_pretrained(small, tmp_path / "small", x)
+    written = read(tmp_path / "small" / "config.json")
+    assert written["inner"] == 10
+    assert written["per_layer_config"] == {"0": {"inner": 3}, "1": {"inner": 4}}
+    small.save_pretrained(tmp_path / "again")
+    for folder in ("small", "again"):
+        torch.testing.assert_close(Layered.from_pretrained(tmp_path / folder)(x), small(x))
 
 
 def test_a_scale_that_follows_from_the_hidden_size_is_refused(tmp_path: Path) -> None:

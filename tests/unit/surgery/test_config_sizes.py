@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import polarprune as pp
+from polarprune.surgery.config_models import with_weights_of, without_weights
 from polarprune.surgery.config_proof import tell_sizes
-from polarprune.surgery.config_sizes import ConfigSearch, with_weights_of, without_weights
+from polarprune.surgery.config_sizes import ConfigSearch
 from polarprune.torch_internals.refused_methods import Refusal
 from tests.helpers.sized_nets import EvenSizes, Perceptrons, Sized, perceptrons
 
