@@ -44,12 +44,13 @@ coverage: venv
 	$(BIN)/python -m pip install -c constraints.txt -e ".[dev,coverage]"
 	$(BIN)/python -m benchmarks.measure.model_coverage
 
-# Figures, docs/results.md and docs/performance.md, from results/ and benchmarks/numbers/.
+# Figures, docs/results.md, docs/performance.md and a table of docs/transformers.md, from results/ and benchmarks/numbers/.
 figures: venv
 	$(BIN)/python -m benchmarks.pages.figures
 	$(BIN)/python -m benchmarks.pages.steering
 	$(BIN)/python -m benchmarks.pages.results
 	$(BIN)/python -m benchmarks.pages.performance
+	$(BIN)/python -m benchmarks.pages.transformers
 
 # Leaves .venv and runs/ alone.
 clean:

@@ -21,7 +21,7 @@ import polarprune
 ROOT = Path(polarprune.__file__).parent
 ORDER: dict[str, list[str]] = {
     "errors": [],
-    "torch_internals": ["class_swaps", "markers", "parallel", "patches"],
+    "torch_internals": ["class_swaps", "markers", "parallel", "patches", "refused_methods"],
     "validation": [
         "models",
         "numbers",
@@ -92,6 +92,9 @@ ORDER: dict[str, list[str]] = {
         "module_sizes",
         "replacement_layers",
         "write_recipe",
+        "config_models",
+        "config_sizes",
+        "config_proof",
         "apply",
     ],
     "cost": [
@@ -143,6 +146,7 @@ ORDER: dict[str, list[str]] = {
         "loggers",
         "accelerate",
         "lightning",
+        "pretrained_folder",
         "transformers",
         "ultralytics",
     ],

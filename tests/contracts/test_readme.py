@@ -16,10 +16,11 @@ PACKAGES = sorted((ROOT / "src").rglob("README.md"))
 TRAINERS = ROOT / "docs" / "trainers.md"  # its code runs in tests/unit/integrations
 TEXTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *PACKAGES]
 ULTRALYTICS = ROOT / "docs" / "ultralytics.md"  # its code runs in tests/unit/integrations
+TRANSFORMERS = ROOT / "docs" / "transformers.md"  # its code runs there, too
 BLOCKS = [
     pytest.param(block, id=f"{text.relative_to(ROOT)}-{number}")
     for text in TEXTS
-    if text not in (TRAINERS, ULTRALYTICS)
+    if text not in (TRAINERS, TRANSFORMERS, ULTRALYTICS)
     for number, block in enumerate(
         re.findall(r"```python\n(.*?)```", text.read_text(encoding="utf-8"), re.DOTALL)
     )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..errors import PruneError
 from ..rewriting.parametrizations import make_plain
 from ..surgery.apply import cut_copy
+from ..surgery.config_proof import tell_sizes
 from ..surgery.recipe import OTHER_MODEL, check_shapes
 from ..torch_internals.markers import attached_recipe, uncompiled
 from ..tracing.copying import copy_model
@@ -194,6 +195,7 @@ def load(path: str | Path, *, model: nn.Module) -> nn.Module:
         raise _damaged(path, error) from error
     check_fit(tensors, small.state_dict(), path)
     _fill(small, tensors)
+    tell_sizes(small, None)
     return small
 
 

@@ -1,4 +1,7 @@
-"""Hugging Face: `PruningTrainer(..., pruning={"macs": 0.5})` in place of `Trainer`."""
+"""Hugging Face: `PruningTrainer(..., pruning={"macs": 0.5})` in place of `Trainer`.
+
+`save_pretrained` writes the small model as a folder that plain transformers loads.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from ..tracing.model_state import Example
 from ..training.pruner import Pruner
 from ..validation.optional_packages import missing_package
 from .gate_group import separate_gates
+from .pretrained_folder import save_pretrained
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -22,6 +26,9 @@ except ImportError as error:
     raise missing_package(
         "transformers", needed_for="PruningTrainer", extra="transformers"
     ) from error
+
+
+__all__ = ["PruningTrainer", "save_pretrained"]
 
 
 class PruningTrainer(Trainer):
@@ -124,13 +131,17 @@ class PruningTrainer(Trainer):
 
         `Trainer` stores some models under older names, and does not find these when it resumes.
         """
-        save = getattr(self.model, "save_pretrained", None)
+        held: dict[str, Any] = self.model.__dict__
+        save = getattr(type(self.model), "save_pretrained", None)
+        before = held.pop("save_pretrained", None)  # a model that is pruned again may refuse
         if save is not None:
-            self.model.save_pretrained = partial(save, save_original_format=False)
+            held["save_pretrained"] = partial(save, self.model, save_original_format=False)
         try:
             super().save_model(*args, **kwargs)
         finally:
-            self.model.__dict__.pop("save_pretrained", None)
+            held.pop("save_pretrained", None)
+            if before is not None:
+                held["save_pretrained"] = before
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log as `Trainer` does, and add the share of the MACs and parameters that is left."""

@@ -22,6 +22,7 @@ from ..torch_internals.markers import attach_recipe
 from ..tracing.copying import copy_model
 from ..tracing.model_state import named_tensors
 from ..validation.run import check_graph, check_minimum
+from .config_proof import tell_sizes
 from .recipe import OTHER_MODEL, Recipe, check_shapes
 from .replacement_layers import Constant, PrunedAttention, ZeroChannelSafe
 from .write_recipe import write_recipe
@@ -68,7 +69,9 @@ def shrink(model: nn.Module, graph: Graph, plan: Plan) -> nn.Module:
     check_minimum(graph, graph.alive(plan))
     warn_of_hooks(model)
     model = without_computed_weights(model, graph.forward_weights)
-    return cut_copy(model, write_recipe(model, graph, plan))
+    small = cut_copy(model, write_recipe(model, graph, plan))
+    tell_sizes(small, None)
+    return small
 
 
 def warn_of_hooks(model: nn.Module) -> None:

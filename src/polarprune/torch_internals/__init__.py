@@ -1,8 +1,8 @@
-"""The four ways in which polarprune reaches into torch, each in one module.
+"""The ways in which polarprune reaches into torch and into users' modules, each in one module.
 
 In: functions, modules and classes of torch or of the user. Out: context managers and small
 functions that patch torch's globals (`patches`), replace the class of a module (`class_swaps`),
-attach an attribute to an object and read it (`markers`), or reach into the wrappers for several
-processes (`parallel`). Only this package may do so; every patch is undone on every path, also after
-an exception.
+attach an attribute to an object and read it (`markers`), let a method of a module refuse
+(`refused_methods`), or reach into the wrappers for several processes (`parallel`). Only this
+package may do so; every patch is undone on every path, also after an exception.
 """

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..analysis.trace import changed
 from ..channels.graph import Graph, plan_of
+from ..surgery.config_proof import tell_sizes
 from ..surgery.proof import check_macs, example_for, prove_cut
 from ..tracing.model_state import Example, named_tensors, slots_cleared
 from ..validation.run import check_minimum
@@ -46,6 +47,13 @@ class Exporter:
         if len(present) != graph.units:
             present = torch.ones_like(alive)
         Rebuild(compaction.original(small), graph, present, alive)(small)
+        return small
+
+    def exported(self, gated: nn.Module, alive: Tensor, example: Example) -> nn.Module:
+        """Return what remains of a gated model; its config tells its sizes, if it has one."""
+        with slots_cleared(self.compaction.slots):
+            small = self.cut(gated, alive, example)
+            tell_sizes(small, example)
         return small
 
     def proved(

@@ -24,7 +24,7 @@ from ..report.report import Report
 from ..surgery.apply import warn_of_hooks
 from ..surgery.proof import own_copy
 from ..torch_internals.parallel import only_makes_state
-from ..tracing.model_state import Example, slots_cleared
+from ..tracing.model_state import Example
 from ..validation.arguments import (
     check_keywords,
     check_schedule,
@@ -353,8 +353,7 @@ class Pruner(PruningRun):
         warn_of_early_export(self.step_count, self.steps)
         warn_of_hooks(gated)
         alive, example = self._alive(), self._here(gated)
-        with slots_cleared(exporter.compaction.slots):
-            small = exporter.cut(gated, alive, example)
+        small = exporter.exported(gated, alive, example)
         if verify:
             self.proof = exporter.proved(gated, small, alive, example, self.cost()["macs"])
             if self._stopwatch is not None:

@@ -153,6 +153,18 @@ def test_the_best_model_is_one_that_meets_the_budget(tmp_path: Path) -> None:
     made.export()
 
 
+def test_a_pruned_model_that_refuses_plain_saving_is_pruned_again(tmp_path: Path) -> None:
+    model = vit()
+    graph = pp.trace(model, Pictures().images[:2])
+    small = pp.shrink(model, graph, {"vit.layers.0.mlp.fc1": [0, 1, 2, 3]})
+    made = trainer(tmp_path, small, max_steps=4, save_strategy="steps", save_steps=2)
+    made.train_dataset = Pictures()
+    made.train()
+    assert (tmp_path / "checkpoint-4" / "model.safetensors").exists()
+    with pytest.raises(pp.PruneError, match="sizes before pruning"):
+        made.model.save_pretrained(tmp_path / "small")
+
+
 def test_accumulated_gradients_are_one_step(tmp_path: Path) -> None:
     made = trainer(tmp_path, gradient_accumulation_steps=3, num_train_epochs=4)
     made.train()

@@ -1,0 +1,360 @@
+"""Find the sizes that the config of a pruned model has to tell.
+
+Some libraries build a model from a config, `type(model)(model.config)`; so does transformers. The
+config of a pruned model still has the sizes of the original. Which numbers to change is not looked
+up in a table of model families. Each number is changed in turn, a model without weights is built,
+and the tensors that become larger tell what the number stands for. The pruned shapes then give the
+new numbers by division, and a model that is built with them confirms the shapes. Numbers of heads
+may leave no trace in shapes: several configs can fit, and only outputs tell them apart.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+from torch import nn
+
+from ..errors import PruneError
+from .config_models import Config, plain_class, without_weights
+
+Key = tuple[str | int, ...]  # where a number stands in a config, as ("text_config", "hidden_size")
+Place = tuple[str, str | int]  # a tensor and an axis, or a module and an attribute
+Powers = tuple[tuple[Key, int], ...]  # the numbers that a size is proportional to
+Ratios = Mapping[Key, Fraction]  # new / old, for numbers in a config
+
+_ONE = Fraction(1)
+_FACTORS = (Fraction(2), Fraction(1, 2), Fraction(3))
+_IMPLIED = "head_dim"  # the one number that models read although their config may not have it
+_TRIED = 7200  # instead of a number that is not given; no model has it, and many numbers divide it
+_OTHER_NUMBERS = ("_id", "_ids", "_tokens")  # ends of names of numbers that are no sizes
+_PER_LAYER = "per_layer_config"  # layer -> numbers that replace those of the config there
+_MOST_CONFIGS = 16
+
+
+class _Sizes(NamedTuple):
+    """The sizes of a model's tensors, and the integers that its modules hold."""
+
+    shapes: dict[Place, int]
+    attributes: dict[Place, int]
+
+
+def _sizes(model: nn.Module) -> _Sizes:
+    sizes = _Sizes({}, {})
+    for name, tensor in model.state_dict().items():
+        sizes.shapes.update({(name, axis): size for axis, size in enumerate(tensor.shape)})
+    for path, module in model.named_modules():
+        held = {(path, k): v for k, v in vars(module).items() if type(v) is int}
+        sizes.attributes.update(held)
+    return sizes
+
+
+# --- numbers in configs ---------------------------------------------------------------------------
+
+
+def is_config(thing: object) -> bool:
+    """Return whether a model can hold its sizes in this object."""
+    return hasattr(thing, "to_dict") and hasattr(type(thing), "from_dict")
+
+
+def with_numbers(config: Config, numbers: Mapping[Key, int]) -> Config:
+    """Return a copy of a config with other numbers."""
+    new, layers = copy.deepcopy(config), dict[int, dict[str, int]]()
+    for key, value in numbers.items():
+        if key[0] == _PER_LAYER:
+            layers.setdefault(int(key[1]), {})[str(key[2])] = value
+        else:
+            set_number(new, key, value)
+    if layers:
+        new.per_layer_config = layers
+    return new
+
+
+def set_number(config: Config, key: Key, value: int) -> None:
+    """Change a number in a config, in place."""
+    *path, name = key
+    owner = config
+    for part in path:
+        owner = owner[int(part)] if isinstance(owner, list) else getattr(owner, str(part))
+    if isinstance(owner, list):
+        owner[int(name)] = value
+    else:
+        setattr(owner, str(name), value)
+
+
+def values_in(thing: Config, key: Key = ()) -> Iterator[tuple[Key, object]]:
+    """Yield the values in a config, in its lists and in the configs that it holds."""
+    held = enumerate(thing) if isinstance(thing, list) else vars(thing).items()
+    for name, value in held:
+        if str(name).startswith("_") or str(name).endswith(_OTHER_NUMBERS):
+            continue
+        if isinstance(value, list) or is_config(value):
+            yield from values_in(value, (*key, name))
+        else:
+            yield (*key, name), value
+
+
+def parts_of(config: Config, key: Key = ()) -> Iterator[tuple[Key, Config]]:
+    """Yield a config and the configs that it holds."""
+    yield key, config
+    for name, value in vars(config).items():
+        if is_config(value):
+            yield from parts_of(value, (*key, name))
+
+
+def _refusal(config: Config) -> str:
+    """Return why a config cannot be read from a file; empty if it can."""
+    try:
+        type(config).from_dict(config.to_dict())
+    except Exception as error:  # configs check their numbers in their own ways
+        return f"{type(config).__name__} refuses the pruned sizes: {error}"
+    return ""
+
+
+# --- the search -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Demand:
+    """What the numbers have to be multiplied by, so that a size becomes that of the pruned model.
+
+    Attributes:
+        powers: The numbers that the size depends on, each with its power.
+        ratio: New size / old size.
+        place: Where such a size is.
+    """
+
+    powers: Powers
+    ratio: Fraction
+    place: Place
+
+    def is_met(self, ratios: Ratios) -> bool:
+        """Return whether numbers multiplied by these ratios give the size."""
+        product = _ONE
+        for key, power in self.powers:
+            product *= ratios.get(key, _ONE) ** power
+        return product == self.ratio
+
+
+class ConfigSearch:
+    """Finds the configs from which the class of a pruned model builds the pruned shapes.
+
+    Args:
+        model: A pruned model. Its `config` has the sizes of the original, or the true ones.
+
+    Raises:
+        PruneError: If the class does not build the layers of the model from its config.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.family, self.config, self.wanted = plain_class(model), model.config, _sizes(model)
+        try:
+            self.before = _sizes(without_weights(self.family, copy.deepcopy(self.config)))
+        except Exception as error:
+            raise PruneError(f"{self.family.__name__}(config) fails: {error!r}") from error
+        if self.before.shapes.keys() != self.wanted.shapes.keys():
+            lost = {name for name, _ in self.before.shapes.keys() ^ self.wanted.shapes.keys()}
+            raise PruneError(
+                f"{self.family.__name__}(config) has other layers than the pruned model, such as "
+                f"{min(lost)}: layers that lost all channels cannot be left out of a config"
+            )
+
+    def configs(self) -> Iterator[Config]:
+        """Yield configs that give the pruned shapes, the likeliest first.
+
+        Raises:
+            PruneError: If there is none; the message says what the config cannot tell.
+        """
+        if self.before.shapes == self.wanted.shapes:
+            yield copy.deepcopy(self.config)
+        reason, fits = "", False
+        for given in self._given_numbers():
+            solved = _Equations(self, given)
+            reason = reason if fits else solved.contradiction()
+            for numbers in solved.numbers():
+                config = with_numbers(self.config, {**given, **numbers})
+                measured = self.measure({**given, **numbers})
+                if measured is not None and measured.shapes == self.wanted.shapes:
+                    fits, reason = True, _refusal(config)
+                    if not reason:
+                        yield config
+            if fits and not reason:
+                return
+        raise PruneError(reason)
+
+    def measure(self, numbers: Mapping[Key, int]) -> _Sizes | None:
+        """Return the sizes of a model that is built with other numbers, if it can be built."""
+        with suppress(Exception):  # the class or its config refuses these numbers
+            return _sizes(without_weights(self.family, with_numbers(self.config, numbers)))
+        return None
+
+    def _given_numbers(self) -> Iterator[dict[Key, int]]:
+        """Yield nothing to add to the config, the numbers that it implies, and those of layers."""
+        yield {}
+        missing = [key for key, value in values_in(self.config) if value is None]
+        parts = parts_of(self.config)
+        missing += [(*key, _IMPLIED) for key, part in parts if _IMPLIED not in vars(part)]
+        found = {key: value for key in missing if (value := self._implied(key)) is not None}
+        if found:
+            yield found
+        layers = self._numbers_of_layers()
+        if layers:
+            yield {**found, **layers}
+
+    def _numbers_of_layers(self) -> dict[Key, int]:
+        """Return the numbers that the class reads for every layer, as the config has them now."""
+        count = vars(self.config).get("num_hidden_layers")
+        if type(count) is not int or not hasattr(type(self.config), _PER_LAYER):
+            return {}
+        read = {}
+        for key, value in values_in(self.config):
+            if len(key) == 1 and type(value) is int:
+                tried = self.measure({(_PER_LAYER, 0, key[0]): 2 * value})
+                if tried is not None and tried.shapes != self.before.shapes:
+                    read[key[0]] = value
+        return {(_PER_LAYER, n, name): value for n in range(count) for name, value in read.items()}
+
+    def _implied(self, key: Key) -> int | None:
+        """Return the number that makes no difference when it is given, if there is one."""
+        tried = self.measure({key: _TRIED})
+        pairs = [] if tried is None else _pairs(self.before.shapes, tried.shapes)
+        values = {Fraction(_TRIED * old, new) for _, old, new in pairs if old != new and new}
+        if len(values) != 1 or (value := values.pop()).denominator != 1:
+            return None
+        again = self.measure({key: int(value)})
+        same = again is not None and again.shapes == self.before.shapes
+        return int(value) if same else None
+
+
+class _Equations:
+    """What the shapes of a pruned model demand of the numbers in its config.
+
+    Args:
+        search: Knows the sizes before and after.
+        given: Numbers that the config only implies.
+    """
+
+    def __init__(self, search: ConfigSearch, given: dict[Key, int]) -> None:
+        self.search, self.given = search, given
+        sizes = _pairs(search.before.shapes, search.wanted.shapes)
+        changed = {old for _, old, new in sizes if old != new}
+        values = dict(values_in(with_numbers(search.config, given))) | given
+        self.old = {k: v for k, v in values.items() if type(v) is int and _divides(v, changed)}
+        effects = {key: self._effects(key, value) for key, value in self.old.items()}
+        self.demands = _demands(sizes, effects)
+        held = _pairs(search.before.attributes, search.wanted.attributes)
+        self.wishes = [one for one in _demands(held, effects) if one.powers]
+        self.ratios = {key: self._ratios(key) for key, found in effects.items() if found}
+
+    def _effects(self, key: Key, value: int) -> dict[Place, int]:
+        """Return the sizes that are proportional to a power of a number, and the powers."""
+        for factor in _FACTORS:
+            if (value * factor).denominator == 1:
+                after = self.search.measure({**self.given, key: int(value * factor)})
+                if after is not None:
+                    before = self.search.before
+                    both = [*_pairs(before.shapes, after.shapes)]
+                    both += _pairs(before.attributes, after.attributes)
+                    return {place: _power(o, n, factor) for place, o, n in both if o != n}
+        return {}
+
+    def _ratios(self, key: Key) -> list[Fraction]:
+        """Return by what a number may have to be multiplied; by 1 comes first."""
+        mine = [one.ratio for one in self.demands if key in dict(one.powers)]
+        every = mine or [one.ratio for one in self.demands]  # heads leave no trace in shapes
+        both = {ratio for one in every for ratio in (one, 1 / one)} - {_ONE}
+        return [_ONE, *sorted(r for r in both if (self.old[key] * r).denominator == 1)]
+
+    def numbers(self) -> list[dict[Key, int]]:
+        """Return the new numbers that meet all demands, those that meet most wishes first."""
+        found = sorted(self._solutions({}), key=self._unmet)[:_MOST_CONFIGS]
+        return [
+            {key: int(self.old[key] * ratio) for key, ratio in one.items() if ratio != 1}
+            for one in found
+        ]
+
+    def _solutions(self, ratios: dict[Key, Fraction]) -> Iterator[dict[Key, Fraction]]:
+        """Yield the ratios that meet all demands; try the numbers one after the other."""
+        known = [one for one in self.demands if all(key in ratios for key, _ in one.powers)]
+        if not all(one.is_met(ratios) for one in known):
+            return
+        if len(ratios) == len(self.ratios):
+            yield ratios
+            return
+        key = list(self.ratios)[len(ratios)]
+        for ratio in self.ratios[key]:
+            yield from self._solutions({**ratios, key: ratio})
+
+    def _unmet(self, ratios: Ratios) -> tuple[int, int]:
+        """Count the attributes that would differ, then the numbers that change.
+
+        Surgery leaves attributes alone that nothing reads, so that they tell less than shapes.
+        """
+        unmet = [one.ratio for one in self.wishes if not one.is_met(ratios)]
+        weighed = sum(1 if ratio == 1 else 2 for ratio in unmet)
+        return weighed, sum(ratio != 1 for ratio in ratios.values())
+
+    def contradiction(self) -> str:
+        """Say why no numbers meet all demands."""
+        seen: dict[Powers, _Demand] = {}
+        for one in self.demands:
+            other = seen.setdefault(one.powers, one)
+            if other.ratio != one.ratio:
+                return _contradiction(one.powers, other, one, self.search.wanted.shapes)
+        return f"no numbers in {type(self.search.config).__name__} give the pruned shapes"
+
+
+def _divides(value: int, sizes: Iterable[int]) -> bool:
+    return value > 0 and any(size % value == 0 for size in sizes)
+
+
+def _pairs(before: Mapping[Place, int], after: Mapping[Place, int]) -> list[tuple[Place, int, int]]:
+    """Return the places that both have, with both sizes."""
+    return [(place, size, after[place]) for place, size in before.items() if place in after]
+
+
+def _power(old: int, new: int, factor: Fraction) -> int:
+    """Return the power p of new = old · factor^p; 0 if there is none."""
+    if old <= 0 or new <= 0:
+        return 0
+    return next((p for p in (1, -1, 2, -2) if factor**p == Fraction(new, old)), 0)
+
+
+def _demands(
+    sizes: Iterable[tuple[Place, int, int]], effects: Mapping[Key, Mapping[Place, int]]
+) -> list[_Demand]:
+    """Return what sizes demand of the numbers that they depend on; equal demands once."""
+    found: dict[tuple[Powers, Fraction], _Demand] = {}
+    for place, old, new in sizes:
+        if old > 0 and new > 0:
+            powers = tuple((key, power) for key, e in effects.items() if (power := e.get(place, 0)))
+            demand = _Demand(powers, Fraction(new, old), place)
+            found.setdefault((powers, demand.ratio), demand)
+    return list(found.values())
+
+
+def _contradiction(powers: Powers, one: _Demand, other: _Demand, sizes: Mapping[Place, int]) -> str:
+    """Say which sizes would need different numbers, and what to do."""
+    names = " × ".join(".".join(map(str, key)) for key, _ in powers) or "no number in the config"
+    shown = " and ".join(f"{p[0]} (axis {p[1]}: {sizes[p]})" for p in (one.place, other.place))
+    first, second = (_without_numbers(place[0]) for place in (one.place, other.place))
+    if first == second:
+        return (
+            f"{names} is one number for all blocks, but {shown} differ. Prune with uniform=True, "
+            f"which leaves the same number of channels in every block"
+        )
+    cut = one if one.ratio != 1 else other
+    module = _without_numbers(cut.place[0].rpartition(".")[0])
+    return (
+        f"{names} is one number for {shown}, which were not pruned in the same proportion. Prune "
+        f'both in the same proportion, or freeze what was pruned alone with keep=["{module}"]'
+    )
+
+
+def _without_numbers(name: str) -> str:
+    """Return a name with * in place of the numbers of blocks."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
