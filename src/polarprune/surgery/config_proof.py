@@ -20,7 +20,8 @@ from ..torch_internals.refused_methods import allow_method, refuse_method
 from ..tracing.model_state import Example
 from .config_models import Config, plain_class, with_weights_of
 from .config_sizes import ConfigSearch, Key, is_config, parts_of, set_number, values_in
-from .proof import StaysDouble, difference, in_double
+from .precision import StaysDouble, in_double
+from .proof import difference
 
 _SAVE = "save_pretrained"
 CLOSE, _EXACT = 1e-5, 1e-10  # in the model's precision, and in float64

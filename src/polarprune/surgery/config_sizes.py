@@ -111,7 +111,11 @@ def _refusal(config: Config) -> str:
     try:
         type(config).from_dict(config.to_dict())
     except Exception as error:  # configs check their numbers in their own ways
-        return f"{type(config).__name__} refuses the pruned sizes: {error}"
+        why = " ".join(str(error).split()).rstrip(".")
+        return (
+            f"{type(config).__name__} refuses the pruned sizes: {why}. Freeze these channels with "
+            f"keep=[...]"
+        )
     return ""
 
 

@@ -27,8 +27,8 @@ class Tokenizer:
 @pytest.mark.filterwarnings("ignore")  # advice about padding
 def test_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(**sizes, vocab_size=50, num_hidden_layers=1, pad_token_id=0)
+    sizes = {"hidden_size": 32, "intermediate_size": 256, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**sizes, vocab_size=50, num_hidden_layers=2, pad_token_id=0)
     transformers.LlamaForCausalLM(config).save_pretrained("large")
     words = torch.randint(3, 50, (6, 2, 8))
     scope: dict[str, Any] = {
@@ -45,7 +45,7 @@ def test_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "model.safetensors",
         "tokenizer.json",
     ]
-    assert loaded.config.use_cache and loaded.config.intermediate_size < 64
+    assert loaded.config.use_cache and loaded.config.intermediate_size < 256
     assert pruner.cost()["params"] <= 0.5 * pruner.graph.cost.original()["params"]
     assert sum(p.numel() for p in loaded.parameters()) == pruner.cost()["params"]
 
