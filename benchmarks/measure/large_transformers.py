@@ -37,8 +37,8 @@ CASES: dict[str, tuple[int, int, int, int, int, int]] = {
     "7B": (4096, 11008, 32, 32, 32, 32000),
     "7B, grouped queries": (4096, 11008, 32, 32, 8, 32000),
     "1.2B": (2048, 8192, 16, 32, 8, 32000),
-    "160M": (1024, 4096, 9, 16, 4, 4096),
-    "3M": (192, 512, 4, 6, 3, 256),
+    "145M": (1024, 4096, 9, 16, 4, 4096),
+    "2M": (192, 512, 4, 6, 3, 256),
 }
 META = ("7B", "7B, grouped queries")
 BUDGET = 0.5
@@ -311,7 +311,7 @@ def measure(given: argparse.Namespace) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--case", default="160M", choices=CASES)
+    parser.add_argument("--case", default="145M", choices=CASES)
     parser.add_argument("--parts", nargs="+", default=["meta", "weights"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")

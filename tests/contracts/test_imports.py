@@ -35,9 +35,9 @@ ORDER: dict[str, list[str]] = {
     "tracing": [
         "copying",
         "mac_count",
+        "schemas",
         "model_state",
         "generation",
-        "schemas",
         "shape_only",
         "source_lines",
         "watched_sizes",

@@ -255,9 +255,7 @@ def _closing_mismatch(graph: Graph, trial: TrialCuts, compare_outputs: bool) -> 
     """Close every group without a minimum in a copy; return the first mismatch, or None."""
     if not graph.prunable:
         return None
-    plan = closing_plan(graph)
-    first = None if compare_outputs else trial.mismatch(graph, plan, mode=0)
-    return first or trial.mismatch(graph, plan, compare_outputs=compare_outputs, mode=1)
+    return trial.mismatch(graph, closing_plan(graph), compare_outputs=compare_outputs)
 
 
 def _capture_to_close(

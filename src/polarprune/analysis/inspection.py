@@ -8,7 +8,7 @@ follow a width, groups that trial cuts froze. `inspect()` builds a `Graph` under
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -126,14 +126,17 @@ class Inspection:
         graph = graph.with_minimum({owners[unit]: 1 for unit in units})
         return replace(graph, rewrites=rewrites)
 
-    def more_with_norms(self, graph: Graph) -> int:
-        """Return how many more channels `norms=True` may make prunable, as far as labels tell."""
+    def counting_with_norms(self, graph: Graph) -> Callable[[], int]:
+        """Return a function that counts how many more channels `norms=True` may make prunable.
+
+        It follows all labels again, and does not hold the model.
+        """
         with on_host():
             if self.norms or not self._followed(graph.tapes).unweighted:
-                return 0
-            flow = Flow(Labels(), self.rules, by_tag, norms=lambda path: True)
-            follow(graph.tapes, flow, self._kept())
-            return max(0, build(graph.tapes, flow, self.frozen).units - graph.units)
+                return int  # none
+        return partial(
+            _more_with_norms, graph.tapes, self.rules, self._kept(), dict(self.frozen), graph.units
+        )
 
     # --- tapes and labels ---
 
@@ -259,6 +262,20 @@ class Inspection:
                 )
             found += hits
         return found
+
+
+def _more_with_norms(
+    tapes: tuple[Tape, ...],
+    rules: Mapping[object, Rule],
+    kept: list[tuple[str, str]],
+    frozen: dict[str, str],
+    units: int,
+) -> int:
+    """Return how many more units there are if all means are weighted, as far as labels tell."""
+    with on_host():
+        flow = Flow(Labels(), rules, by_tag, norms=lambda path: True)
+        follow(tapes, flow, kept)
+        return max(0, build(tapes, flow, frozen).units - units)
 
 
 def _matches(module: str, pattern: str) -> bool:

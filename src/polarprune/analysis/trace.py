@@ -124,7 +124,7 @@ def survey(
             graph.rewrites, computed=names, forward_weights=forward_weights, held=held
         ),
         notes=(*graph.notes, *remarks, *weights.notes(frozen)),
-        with_norms=inspection.more_with_norms(graph),
+        count_with_norms=inspection.counting_with_norms(graph),
     )
     return with_families(graph, model, uniform)
 

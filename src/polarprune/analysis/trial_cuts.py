@@ -111,7 +111,7 @@ class TrialCuts:
     ) -> Mismatch | None:
         """Compare outputs; if they differ, return `found`, which can name the operation."""
         wide = self._in_wide_precision(graph)
-        masked = copy_model(wide.model)
+        masked = copy_model(wide.model, _untouched(wide.model, graph))
         fold(masked, graph, graph.alive(plan).double())
         try:
             small = cut_copy(masked, recipe)
@@ -148,6 +148,12 @@ class TrialCuts:
         return _Wide(model, example, torch.float32, _SINGLE)
 
 
+def _untouched(model: nn.Module, graph: Graph) -> dict[int, object]:
+    """Return the parameters that gates do not change, as a memo: a copy need not have its own."""
+    parameters = dict(model.named_parameters())
+    return {id(x): x for name, x in parameters.items() if name not in graph.sites}
+
+
 def _mismatch_of(tapes: TapeComparison, error: Exception | None) -> Mismatch | None:
     """Return the first mismatch of two runs; `error` is what stopped the second."""
     found = tapes.first_mismatch()
@@ -179,16 +185,26 @@ def _first_line(error: Exception) -> str:
 
 
 def _perturb(model: nn.Module) -> None:
-    """Add noise to all weights: those that start at zero would hide a wrong cut."""
+    """Add noise to all weights: those that start at zero would hide a wrong cut.
+
+    The noise repeats after a prime number of elements, so that no two rows or columns get the same.
+    Drawing it for all elements would take longer than everything else in a large model.
+    """
     generator = torch.Generator("cpu").manual_seed(0)
+    noise = torch.randn(_PRIME, generator=generator, dtype=torch.float64, device="cpu")
+    start = 0
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.is_floating_point():
+            if parameter.is_floating_point() and parameter.numel():
                 spread = float(parameter.std()) if parameter.numel() > 1 else 0.0
-                noise = torch.randn(
-                    parameter.shape, generator=generator, dtype=torch.float64, device="cpu"
-                )
-                parameter.add_(noise.to(parameter) * (0.1 * (spread or 1.0)))
+                mine = noise.to(parameter).roll(-start)
+                copies = -(-parameter.numel() // _PRIME)
+                mine = mine.repeat(copies)[: parameter.numel()].view(parameter.shape)
+                parameter.add_(mine, alpha=0.1 * (spread or 1.0))
+                start += parameter.numel()
+
+
+_PRIME = 99_991
 
 
 # --- plans to try ---------------------------------------------------------------------------------

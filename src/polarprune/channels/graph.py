@@ -12,8 +12,9 @@ A part is made in one place. Later findings make a new `Graph` with `dataclasses
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -113,7 +114,7 @@ class Graph:
         rewrites: What else changes in a cut model.
         unknown: Operations without a rule, and where they occur; they freeze their channels.
         notes: Remarks for the user, one sentence each.
-        with_norms: How many more channels `norms=True` may make prunable.
+        count_with_norms: Returns how many more channels `norms=True` may make prunable.
         families: Sets of groups that keep equally many units, by the position that they share.
         resources: The cost model; None while the graph is being built. Users read `cost`.
     """
@@ -123,9 +124,14 @@ class Graph:
     rewrites: Rewrites = field(default_factory=Rewrites, repr=False)
     unknown: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    with_norms: int = 0
     families: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    count_with_norms: Callable[[], int] = field(default=int, repr=False)
     resources: Cost | None = field(default=None, repr=False)
+
+    @cached_property
+    def with_norms(self) -> int:
+        """How many more channels `norms=True` may make prunable; counted when it is asked for."""
+        return self.count_with_norms()
 
     @property
     def prunable(self) -> dict[str, Group]:

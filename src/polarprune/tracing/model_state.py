@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..torch_internals.patches import fused_kernels_off
+from .schemas import written_arguments
 
 Example = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 Slot = tuple[nn.Module, str]  # a module and the name of an attribute or buffer
@@ -94,7 +96,7 @@ def restored(model: nn.Module, training: bool | None = None) -> Iterator[None]:
     state, dice = _ModelState(model), _RandomState()
     gpus = {tensor.device.index or 0 for _, tensor in named_tensors(model) if tensor.is_cuda}
     if training is not None:
-        model.train(training)
+        state.train(model, training)
     try:
         with torch.random.fork_rng(sorted(gpus)), torch.no_grad():
             yield
@@ -117,10 +119,17 @@ class _ModelState:
         ]
         tensors = [tensor for _, tensor in named_tensors(model)]
         self.memory = [(tensor, tensor.data) for tensor in tensors]
-        # A custom train() may write weights, for example to merge low-rank adapters.
-        custom = any(type(module).train is not nn.Module.train for module in modules)
-        copied = [t for t in tensors if custom or not isinstance(t, nn.Parameter)]
-        self.contents = [(tensor, tensor.detach().clone()) for tensor in copied]
+        buffers = [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
+        self.contents = [(tensor, tensor.detach().clone()) for tensor in buffers]
+
+    def train(self, model: nn.Module, training: bool) -> None:
+        """Set the mode. A custom `train` may write weights, for example to merge adapters."""
+        if all(type(module).train is nn.Module.train for module in model.modules()):
+            model.train(training)
+            return
+        with _SavesWrites(tensor for tensor, _ in self.memory) as written:
+            model.train(training)
+        self.contents += written.saved
 
     def restore(self) -> None:
         """Put everything back in place."""
@@ -138,6 +147,36 @@ class _ModelState:
         with torch.no_grad():
             for tensor, content in self.contents:
                 tensor.copy_(content)
+
+
+class _SavesWrites(TorchDispatchMode):
+    """Save tensors before something writes to them."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.saved: list[tuple[Tensor, Tensor]] = []
+        self._waiting: dict[int, list[Tensor]] = {}  # by where their memory begins
+        for tensor in tensors:
+            if tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter):
+                self.saved.append((tensor, tensor.detach().clone()))
+            else:
+                self._waiting.setdefault(_memory(tensor), []).append(tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
+        """Perform the operation after what it overwrites was saved."""
+        kwargs = kwargs or {}
+        for position, name in written_arguments(func):
+            given = args[position] if position < len(args) else kwargs.get(name)
+            for tensor in (leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)):
+                for own in self._waiting.pop(_memory(tensor), ()):
+                    self.saved.append((own, own.detach().clone()))
+        return func(*args, **kwargs)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 class _RandomState:
