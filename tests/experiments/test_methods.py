@@ -22,7 +22,8 @@ from benchmarks.pages.results import MARKS, write
 from polarprune.cli.app import app
 from polarprune.cost.other_scores import UnitNorms, scale_scores
 from polarprune.cost.resources import Quadratic
-from polarprune.experiments.data.cifar10 import Batches, Cifar10, accuracy
+from polarprune.experiments.data.cifar10 import Cifar10
+from polarprune.experiments.data.images import Batches, accuracy
 from polarprune.experiments.methods import base
 from polarprune.experiments.methods.expected_cost import LambdaAdjuster, expected_share
 from polarprune.experiments.methods.kernel_gates import KernelGates, NaiveSL0

@@ -19,11 +19,11 @@ import polarprune as pp
 from benchmarks.measure import experiments
 from benchmarks.pages import compared_methods, paper_table, run_conditions
 from polarprune.cli.app import app
-from polarprune.experiments.data.cifar10 import (
+from polarprune.experiments.data.cifar10 import Cifar10
+from polarprune.experiments.data.images import (
     MEAN,
     STD,
     Batches,
-    Cifar10,
     Images,
     accuracy,
     logits,

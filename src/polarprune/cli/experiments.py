@@ -172,8 +172,8 @@ def _data_settings(card: dict[str, Any]) -> Settings:
     """Return what a card says about the data that its network is for."""
     recipe = card.get("recipe")
     told = recipe if isinstance(recipe, dict) else {}
-    crop = told.get("crop", 0)
-    return Settings(card["network"], told.get("data", "cifar10"), crop=crop)
+    sizes = {key: told.get(key, 0) for key in ("crop", "side")}
+    return Settings(card["network"], told.get("data", "cifar10"), **sizes)
 
 
 def _stated_score(card: dict[str, Any], task: Task) -> str:

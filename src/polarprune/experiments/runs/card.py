@@ -8,6 +8,7 @@ from torch import nn
 
 from ..data.task import Task
 from ..methods.base import Limits
+from ..networks.table import has_classes
 from ..settings import Settings, finite
 from .files import Json
 
@@ -47,7 +48,7 @@ def make_card(
     trained_on, scored_on = data.counts
     return {
         "network": settings.network,
-        **({"classes": data.classes} if ":" in settings.network else {}),
+        **({"classes": data.classes} if has_classes(settings.network) else {}),
         "method": method,
         "budget": limits,
         "table": table,
