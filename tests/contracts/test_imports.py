@@ -183,6 +183,7 @@ INNER: dict[str, list[str]] = {
     ],
     "experiments/methods": [
         "base",
+        "from_scratch",
         "expected_cost",
         "kernel_gates",
         "l0",
@@ -201,6 +202,7 @@ INNER: dict[str, list[str]] = {
         "card",
         "pruned_file",
         "source",
+        "training_cost",
         "trainer",
         "rehearsal",
         "report_files",

@@ -61,7 +61,13 @@ def train(
     ),
     baseline: Baseline = None,
     start: Annotated[
-        Path | None, typer.Option(help="initial weights of a baseline, where names agree")
+        Path | None,
+        typer.Option(
+            help="initial weights of a baseline, or of thin and reinit, where names agree"
+        ),
+    ] = None,
+    shapes: Annotated[
+        Path | None, typer.Option(help="for reinit: card.json of the run whose widths it has")
     ] = None,
     change: Changes = None,
     seed: Seed = None,
@@ -86,7 +92,7 @@ def train(
             if dry_run:
                 _rehearse(run, dry_run, given, baseline or out / "baseline.safetensors")
                 return
-            card = run_to_end(run, method, given, hold_out, baseline, start)
+            card = run_to_end(run, method, given, hold_out, baseline, start, shapes)
     except PruneError as error:
         fail(error)
     if as_json and rank_and_count()[0] == 0:
