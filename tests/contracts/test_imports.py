@@ -150,6 +150,8 @@ ORDER: dict[str, list[str]] = {
         "demo",
         "entry",
         "run_options",
+        "side_by_side",
+        "referee",
         "sweep",
         "experiments",
         "lazy",
@@ -213,6 +215,9 @@ INNER: dict[str, list[str]] = {
         "trials",
         "ray_trials",
         "sweep_results",
+        "intervals",
+        "referee",
+        "referee_results",
     ],
     "files/untrusted": [
         "checksum",

@@ -1,4 +1,4 @@
-"""`polarprune train`, `sweep` and `eval`: the commands of the experiments.
+"""`polarprune train`, `sweep`, `referee` and `eval`: the commands of the experiments.
 
 `lazy` imports this module when one of them is called, or when `export` rebuilds a network.
 """
@@ -23,6 +23,7 @@ from ..experiments.runs.trials import prepare, run_to_end
 from ..experiments.settings import Settings
 from .arguments import AsJson, ModelOption
 from .console import console, device_of, fail, say, say_json, texts_on_stderr
+from .referee import referee
 from .run_options import (
     Baseline,
     Changes,
@@ -135,6 +136,7 @@ def _rehearse(run: Run, steps: int, given: dict[str, float], baseline: Path) -> 
 
 
 app.command()(sweep)
+app.command()(referee)
 
 
 # --- eval -----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Options and progress that `train` and `sweep` share."""
+"""Options and progress that `train`, `sweep` and `referee` share."""
 
 from __future__ import annotations
 

@@ -42,6 +42,7 @@ class Trial:
         folder: The current folder, to which all paths are relative.
         tune_epochs: The number of epochs of fine-tuning.
         shapes: File of the widths of `reinit`.
+        start: File of initial weights of the baseline.
     """
 
     network: str
@@ -57,6 +58,7 @@ class Trial:
     folder: str
     tune_epochs: int
     shapes: str = ""
+    start: str = ""
 
     @property
     def name(self) -> str:
@@ -83,9 +85,9 @@ def run_trial(trial: Trial, progress: Progress) -> None:
     torch.set_num_threads(trial.threads)
     settings, data = prepare(trial.network, trial.data, trial.changes, trial.hold_out)
     run = Run(settings, data, Path(trial.out), device=trial.device, progress=progress)
-    shapes = Path(trial.shapes) if trial.shapes else None
+    start, shapes = (Path(file) if file else None for file in (trial.start, trial.shapes))
     baseline = Path(trial.baseline)
-    run_to_end(run, trial.method, trial.limits, trial.hold_out, baseline, shapes=shapes)
+    run_to_end(run, trial.method, trial.limits, trial.hold_out, baseline, start, shapes)
 
 
 def prepare(network: str, data: str, changes: Json, hold_out: int) -> tuple[Settings, Task]:
@@ -122,6 +124,7 @@ def run_to_end(
         baseline: Weights of the original network; trained and written there if absent.
         start: Initial weights of a baseline, or of the network of `thin` and `reinit`.
         shapes: File of the widths of `reinit`.
+        start: File of initial weights of the baseline.
     """
     widths = checked_shapes(method, shapes)
     run.claim({"method": method, "budget": limits, "hold_out": hold_out})
