@@ -2,8 +2,8 @@
 
 All have the same data, teacher and seeds, and start from the same baseline. The epochs are chosen
 for each so that all epochs together are as many as ours, or that the whole training costs as much
-(`training_cost`). Half of them, or all but one, are fine-tuning after the cut; ours has none of its
-own, because its shape is final in the second half of the pruning.
+(`training_cost`). Other methods cut after half of them, `magnitude` and `random` after the first,
+and are fine-tuned for the others. Ours and `l0` have the final shape in the second half already.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ OURS = "gdp"
 CONTROLS = (*FROM_SCRATCH, *METHODS)
 EQUALS = ("cost", "epochs")
 _UNTRAINED = ("magnitude", "random")  # which a training before the cut does not help
+_LANDING = ("l0",)  # whose cost falls along the path of ours, so that its weights can adapt
 
 
 class Entry(NamedTuple):
@@ -117,6 +118,8 @@ def epochs_of(entry: Entry, settings: Settings, given: Json, ours: Json) -> Json
 
 def epochs_before_cut(method: str, settings: Settings) -> int:
     """Return the epochs that another method trains before it cuts."""
+    if method in _LANDING:
+        return settings.epochs
     return 1 if method in _UNTRAINED else max(1, settings.epochs // 2)
 
 

@@ -4,10 +4,12 @@ A training step costs three forward passes of the network at its present widths 
 twice as much backward) and one forward pass of the teacher, for every example of its batch. The
 cost of a run is the sum over all steps of all stages that its result needs:
 
-- the training of the weights that the baseline started from, if their file says what it cost;
 - the baseline, if its weights are pruned or if it is the teacher;
 - the pruning, where the cost falls only if `compact` removes channels during the training;
 - the fine-tuning; or the training from scratch of `thin` and `reinit`.
+
+What it cost to train the weights that a run started from (`--start`) is stated as "start", if their
+file says it, but is not a part of the sum: that was another training, on other data.
 
 Not counted: scores on test data, statistics of batch norms that are estimated again, traces, and
 operations without products (activations, norms, gates, the optimizer).
@@ -28,6 +30,7 @@ from .files import Json
 PASSES = 3  # forward passes that a forward and a backward pass cost together
 _KEY = "training_macs"
 _BEFORE = ("start", "baseline")
+_OTHER_DATA = ("start", "scratch_start")
 Costs = dict[str, int]  # stage -> MACs
 
 
@@ -44,14 +47,14 @@ def macs_of_an_example(model: nn.Module, teacher: nn.Module | None, example: Ten
 
 
 def with_total(costs: Costs, *, needs_baseline: bool) -> Costs:
-    """Return the costs of the stages that a result needs, and their sum as "total".
+    """Return the costs of the stages that a result needs, and the sum for this data as "total".
 
     Args:
         costs: The cost of every stage so far.
         needs_baseline: Whether the baseline is pruned, or is the teacher.
     """
     found = {k: v for k, v in costs.items() if needs_baseline or k not in _BEFORE}
-    return {**found, "total": sum(found.values())}
+    return {**found, "total": sum(v for k, v in found.items() if k not in _OTHER_DATA)}
 
 
 def metadata(costs: Costs) -> dict[str, str]:
@@ -76,7 +79,7 @@ def costs_of_file(file: Path) -> Costs:
     if not isinstance(found, dict) or not all(type(value) is int for value in found.values()):
         return {}
     if "total" in found:
-        return {"baseline": found["total"]}
+        return {"baseline": sum(found.values()) - found["total"]}
     return {stage: found[stage] for stage in _BEFORE if stage in found}
 
 
@@ -89,7 +92,7 @@ def scratch_epochs(card: Json) -> int:
     Args:
         card: The card of a run that pruned a network to the same budget.
     """
-    before = _before(card) if card["recipe"]["distill"] else 0
+    before = _baseline(card) if card["recipe"]["distill"] else 0
     return max(1, round((int(card[_KEY]["total"]) - before) / _epoch_of_small(card)))
 
 
@@ -101,12 +104,12 @@ def tune_epochs(card: Json, epochs: int) -> int:
         epochs: Epochs of the other method at the original widths.
     """
     original = int(card["table"][0]["macs"])
-    spent = _before(card) + epochs * _epoch(card, original)
+    spent = _baseline(card) + epochs * _epoch(card, original)
     return max(0, round((int(card[_KEY]["total"]) - spent) / _epoch_of_small(card)))
 
 
-def _before(card: Json) -> int:
-    return sum(int(card[_KEY].get(stage, 0)) for stage in _BEFORE)
+def _baseline(card: Json) -> int:
+    return int(card[_KEY].get("baseline", 0))
 
 
 def _epoch_of_small(card: Json) -> int:
