@@ -32,6 +32,7 @@ from ..experiments.runs.referee_results import (
     cells,
     collect,
     original,
+    read_cards,
     verdict,
     write_results,
 )
@@ -114,7 +115,7 @@ def referee(
             compared, skipped = _possible(first, compared, run_of)
             run_all([[base], run_of.ours()], on_ray, address, here, show)
             run_all([run_of.controls(compared)], on_ray, address, here, show)
-            rows = collect(out, compared, run_of.seeds, task)
+            rows = collect(read_cards(out, compared, run_of.seeds), task)
             judged = {"rows": rows, "verdict": verdict(rows, task), "skipped": skipped}
             facts = {"network": network, "budget": {"macs": macs}, "measure": task.measure}
             results = {**facts, **judged}

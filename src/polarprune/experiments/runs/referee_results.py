@@ -60,22 +60,31 @@ def _epochs(card: Json) -> list[int]:
     return [recipe[key] for key in ("baseline_epochs", "epochs", "tune_epochs")]
 
 
-def collect(folder: Path, compared: list[Entry], seeds: list[int], task: Task) -> list[Json]:
-    """Return a row for each method of a finished comparison, ours first.
+def read_cards(folder: Path, compared: list[Entry], seeds: list[int]) -> dict[Entry, list[Json]]:
+    """Return the cards of a finished comparison.
 
     Args:
         folder: The folder of the comparison.
         compared: The methods, ours first.
         seeds: The seeds of each.
-        task: The data.
     """
-    cards = {
+    return {
         entry: [read_json(folder / f"{entry.folder}-seed-{seed}" / "card.json") for seed in seeds]
         for entry in compared
     }
-    ours = [card["table"][-1][card["measure"]] for card in cards[compared[0]]]
+
+
+def collect(cards: dict[Entry, list[Json]], task: Task) -> list[Json]:
+    """Return a row for each method, ours first.
+
+    Args:
+        cards: The cards of each method, ours first.
+        task: The data.
+    """
+    own = next(iter(cards.values()))
+    ours = [card["table"][-1][card["measure"]] for card in own]
     rows = [row_of(entry, found, ours, task) for entry, found in cards.items()]
-    first = cards[compared[0]][0]["table"][0]
+    first = own[0]["table"][0]
     for row in rows:
         row["relative_cost"] = row["training_macs"] / max(rows[0]["training_macs"], 1)
         row["baseline"] = first[task.measure]
@@ -144,7 +153,7 @@ def name_of(row: Json) -> str:
     """Return the name of a method, for sentences and pictures."""
     names = {"thin": "a thin network", "reinit": "a network of our widths, drawn anew"}
     name = names.get(row["method"]) or short_name(row)
-    return f"{name} ({EQUAL[row['equal']]})" if row["equal"] else name
+    return f"{name} ({EQUAL.get(row['equal'], row['equal'])})" if row["equal"] else name
 
 
 def short_name(row: Json) -> str:
