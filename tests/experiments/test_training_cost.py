@@ -67,25 +67,25 @@ def test_compaction_makes_it_cheaper_and_a_resumed_run_costs_as_much(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("polarprune.experiments.runs.run.CHECKPOINT_PAUSE", 0.0)
-    data = Cifar10(images(400), images(40, seed=1))
+    data = Cifar10(images(200), images(40, seed=1))
     costs = []
     for name in ("whole", "parts"):
-        run = run_of(data, tmp_path / name, epochs=8, compact="auto")
+        run = run_of(data, tmp_path / name, epochs=6, compact="auto")
         model = run.baseline()
         if name == "parts":
 
             def stop(row: dict[str, Any]) -> None:
-                if row["stage"] == "prune" and row["epoch"] == 7:
+                if row["stage"] == "prune" and row["epoch"] == 5:
                     raise Stop
 
             run.progress = stop
             with pytest.raises(Stop):
                 prune(run, model, macs=0.3)
-            run = run_of(data, tmp_path / name, epochs=8, compact="auto")
+            run = run_of(data, tmp_path / name, epochs=6, compact="auto")
             model = run.baseline()
         costs.append(prune(run, model, macs=0.3)["training_macs"])
     assert costs[0] == costs[1]
-    assert costs[0]["prune"] < 0.95 * 8 * 400 * 3 * TINY_MACS
+    assert costs[0]["prune"] < 0.95 * 6 * 200 * 3 * TINY_MACS
 
 
 def test_gates_of_other_methods_cost_nothing_more(data: Cifar10, tmp_path: Path) -> None:
