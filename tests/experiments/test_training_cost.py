@@ -161,10 +161,8 @@ def test_with_a_teacher_the_baseline_is_a_part_of_the_cost(data: Cifar10, tmp_pa
     assert found["total"] == found["baseline"] + found["scratch"]
 
 
-@pytest.mark.parametrize("distill", [0.0, 0.5])
-def test_epochs_are_chosen_so_that_the_cost_is_the_same(
-    distill: float, data: Cifar10, tmp_path: Path
-) -> None:
+def test_epochs_are_chosen_so_that_the_cost_is_the_same(data: Cifar10, tmp_path: Path) -> None:
+    distill = 0.5
     run = run_of(data, tmp_path / "ours", distill=distill, epochs=9)
     baseline = run.baseline()
     ours = prune(run, baseline, macs=0.4)
