@@ -48,6 +48,7 @@ coverage: venv
 figures: venv
 	$(BIN)/python -m benchmarks.pages.figures
 	$(BIN)/python -m benchmarks.pages.steering
+	$(BIN)/python -m benchmarks.pages.worth
 	$(BIN)/python -m benchmarks.pages.results
 	$(BIN)/python -m benchmarks.pages.performance
 	$(BIN)/python -m benchmarks.pages.transformers

@@ -21,7 +21,7 @@ import torch
 from benchmarks.store import read_numbers, write_numbers
 from polarprune import Pruner
 from polarprune.cost.timing import environment
-from polarprune.experiments.data.cifar10 import Batches, Images, normalised
+from polarprune.experiments.data.images import Batches, Images, normalised
 from polarprune.experiments.networks.table import NETWORKS
 from polarprune.experiments.presets import preset
 from polarprune.experiments.runs.trainer import Trainer

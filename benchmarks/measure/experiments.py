@@ -1,4 +1,5 @@
-"""Runs the experiments of docs/results.md: the paper's tables, other methods, ablations.
+"""Runs the experiments of docs/results.md: the paper's tables, other methods, ablations, and
+whether pruning is worth it.
 
 Each is a call of `polarprune train` in its own process, which resumes from its last checkpoint if
 it was interrupted. Cards and logs are stored in results/, published models in zoo/. Several can
@@ -8,6 +9,9 @@ run at once, because a small network does not fill a GPU (with NVIDIA's multi-pr
     python -m benchmarks.measure.experiments --data cifar10:DIR --data voc:DIR  # all with this data
     python -m benchmarks.measure.experiments --data cifar10:DIR resnet56-47 --together 3
     python -m benchmarks.measure.experiments --data cifar10:DIR search paper  # the paper's settings
+    python -m benchmarks.measure.experiments --data cifar10:DIR worth  # against thin networks
+    python -m benchmarks.measure.experiments --data tiny-imagenet:DIR tiny
+    python -m benchmarks.measure.experiments --data tiny-imagenet:DIR --data cifar10:DIR transfer
 """
 
 import argparse
@@ -26,8 +30,10 @@ from typing import Any, NamedTuple
 from benchmarks.measure.lambda_search import lambda_for
 from benchmarks.store import ROOT
 from polarprune import Schedule
+from polarprune.cli.run_options import parse_changes
 from polarprune.experiments.methods.table import METHODS
-from polarprune.experiments.presets import PRESETS
+from polarprune.experiments.presets import PRESETS, preset
+from polarprune.experiments.runs.referee import Entry, epochs_of
 from polarprune.files.model_file import read_card
 
 KEPT = ("card.json", "log.jsonl")
@@ -39,7 +45,8 @@ class Experiment(NamedTuple):
     """A call of `polarprune train`; without a budget or λ, it trains a baseline only.
 
     `after` names the experiment whose baseline is pruned, `start` the one whose baseline has the
-    initial weights of this one's baseline.
+    initial weights of this one's baseline. `ours` names the run whose training cost or number of
+    epochs this one has, as `equal` says, and the widths of `reinit`.
     """
 
     preset: str
@@ -56,6 +63,9 @@ class Experiment(NamedTuple):
     hold_out: int = 0  # training images that are scored instead of the test set
     aim: float = 0.0  # remaining MACs; λ is estimated from the runs of `search`
     search: str = ""  # how the names of these runs start
+    ours: str = ""
+    equal: str = ""  # "cost" or "epochs"
+    small: str = ""  # whose small network a `reinit` starts from, widths and weights
 
     @property
     def is_baseline(self) -> bool:
@@ -78,6 +88,10 @@ class Experiment(NamedTuple):
             goal += ["--lam", f"{self.found_lambda(given.results):.4g}"]
         if self.start:
             goal += ["--start", str(baseline(self.start, given))]
+        if self.method == "reinit":
+            goal += ["--shapes", str(given.results / (self.small or self.ours) / "card.json")]
+        if self.small:
+            goal += ["--start", str(given.runs / self.small / "small.safetensors")]
         if self.hold_out:
             goal += ["--hold-out", str(self.hold_out)]
         changes = [f"tune_epochs={self.tune}", *self.change]
@@ -97,6 +111,16 @@ class Experiment(NamedTuple):
             str(baseline(self.after or name, given)),
             *(part for change in changes for part in ("--set", change)),
         ]
+
+    def equal_changes(self, given: argparse.Namespace) -> list[str]:
+        """Return the numbers of epochs that make this run equal to ours, as changes."""
+        if not self.equal:
+            return []
+        card = json.loads((given.results / self.ours / "card.json").read_text(encoding="utf-8"))
+        changes = parse_changes([*self.change, *given.set], None)
+        settings = preset(self.preset, **changes)
+        found = epochs_of(Entry(self.method, self.equal), settings, changes, card)
+        return [f"{key}={json.dumps(value)}" for key, value in found.items()]
 
     def found_lambda(self, folder: Path) -> float:
         """Return the λ that should leave `aim`, estimated from stored short runs."""
@@ -125,6 +149,15 @@ SEARCHED = (0.5, 1, 2, 4, 8)  # λ of the short runs from which that of a long o
 PAPER_DECAY, PAPER_EPOCHS = 0.96, 350  # of ε an epoch, on CIFAR-10
 NETWORKS = ("resnet56", "vgg16", "mobilenetv2")
 STEERED = (("resnet56", COMMON), ("vgg16", "vgg16-31"))  # networks, and whose baseline they have
+WORTH = ((0.4665, 3), (0.3436, 1), (0.2, 3), (0.1, 1))  # of the MACs, and seeds
+TINY = {  # the paper's budgets on ImageNet, and seeds
+    "mobilenet_v1": ((0.504, 1), (0.267, 1)),
+    "mobilenet_v2": ((0.438, 3), (0.22, 1)),
+    "resnet50": ((0.49, 1), (0.254, 1)),
+}
+TRANSFERRED = ("resnet50", "mobilenet_v2")
+FEW = (50, 500)  # images of each class
+TRANSFER_MACS, TRANSFER_SEEDS = (0.5, 0.25), 3
 CLAIMS = (("resnet56", 0.4665), ("resnet56", 0.3436), ("vgg16", 0.3055), ("mobilenetv2", 0.5378))
 
 
@@ -160,6 +193,96 @@ def compared(method: str, *change: str) -> Experiment:
     """Return a run of the comparison of methods."""
     changes = (f"epochs={COMPARED}", *change)
     return Experiment("resnet56", 0.4665, method=method, after=COMMON, tune=TUNED, change=changes)
+
+
+EQUALS = ("cost", "epochs")
+
+
+def percent(macs: float) -> str:
+    return f"{100 * macs:.0f}"
+
+
+def against(
+    stem: str, usual: Experiment, equal: tuple[str, ...], alike: tuple[str, ...] = ()
+) -> dict[str, Experiment]:
+    """Return a run of ours, and those it is compared with.
+
+    Args:
+        stem: How their names start.
+        usual: The run of ours.
+        equal: Methods that are made equal to ours, once in cost and once in epochs.
+        alike: Methods with the settings of ours, which has the same epochs and the same cost.
+    """
+    ours = f"{stem}-ours-seed{usual.seed}"
+    found = {ours: usual}
+    for method in alike:
+        found[f"{stem}-{method}-seed{usual.seed}"] = usual._replace(method=method, ours=ours)
+    for method in equal:
+        start = usual.start if method in METHODS else ""  # small networks have new weights
+        for what in EQUALS:
+            name = f"{stem}-{method}-{what}-seed{usual.seed}"
+            found[name] = usual._replace(method=method, ours=ours, equal=what, start=start)
+    return found
+
+
+def worth() -> dict[str, Experiment]:
+    """Return the runs that say whether pruning ResNet-56 is worth it."""
+    found = {}
+    for macs, seeds in WORTH:
+        for seed in range(seeds):
+            usual = Experiment("resnet56", macs, seed, after=COMMON)
+            stem = f"worth-resnet56-{percent(macs)}"
+            found |= against(stem, usual, ("thin", "reinit", "torch-pruning"), ("l0",))
+    return found
+
+
+def tiny() -> dict[str, Experiment]:
+    """Return the runs on Tiny ImageNet."""
+    found = {f"tiny-{network}": Experiment(f"{network}-tiny") for network in TINY}
+    for network, budgets in TINY.items():
+        for macs, seeds in budgets:
+            for seed in range(seeds):
+                usual = Experiment(f"{network}-tiny", macs, seed, after=f"tiny-{network}")
+                stem = f"tiny-{network}-{percent(macs)}"
+                found |= against(stem, usual, ("thin", "torch-pruning"))
+    return found
+
+
+def transfer() -> dict[str, Experiment]:
+    """Return the runs that prune a network of Tiny ImageNet while it learns a few images."""
+    found = {}
+    for network in TRANSFERRED:
+        first = f"tiny-{network}"
+        for macs in TRANSFER_MACS:  # thin, as long as the network that is pruned
+            epochs = PRESETS[f"{network}-tiny"].baseline_epochs
+            found[f"transfer-{network}-{percent(macs)}-thin-first"] = Experiment(
+                f"{network}-tiny",
+                macs,
+                method="thin",
+                after=first,
+                change=("distill=0", f"scratch_epochs={epochs}"),
+            )
+        for images in FEW:
+            for seed in range(TRANSFER_SEEDS):
+                found |= transfer_runs(network, images, seed)
+    return found
+
+
+def transfer_runs(network: str, images: int, seed: int) -> dict[str, Experiment]:
+    """Return the runs on the same images: unpruned, and all methods at each budget."""
+    stem, preset_name = f"transfer-{network}-{images}images", f"{network}-transfer"
+    drawn = (f"per_class={images}", f"data_seed={seed}")
+    tuned = Experiment(preset_name, seed=seed, start=f"tiny-{network}", change=drawn)
+    found = {f"{stem}-unpruned-seed{seed}": tuned}
+    pruned = tuned._replace(change=(*drawn, "baseline_epochs=0"))
+    for macs in TRANSFER_MACS:
+        own = f"{stem}-{percent(macs)}"
+        usual = pruned._replace(macs=macs)
+        found |= against(own, usual, ("magnitude", "torch-pruning", "thin"))
+        found[f"{own}-thin-first-seed{seed}"] = usual._replace(
+            method="reinit", small=f"transfer-{network}-{percent(macs)}-thin-first", start=""
+        )
+    return found
 
 
 EXPERIMENTS = {
@@ -288,6 +411,9 @@ EXPERIMENTS = {
         )
         for network, macs in CLAIMS
     },
+    **worth(),
+    **tiny(),
+    **transfer(),
 }
 
 
@@ -310,8 +436,9 @@ def baseline(name: str, given: argparse.Namespace) -> Path:
 
 def ready(name: str, given: argparse.Namespace) -> bool:
     """Return whether the baseline and the runs that an experiment needs exist."""
-    search = EXPERIMENTS[name].search
-    runs = [other for other in EXPERIMENTS if search and other.startswith(search)]
+    wanted = EXPERIMENTS[name]
+    runs = [other for other in EXPERIMENTS if wanted.search and other.startswith(wanted.search)]
+    runs += filter(None, (wanted.ours, wanted.small))
     found = all((given.results / run / "card.json").exists() for run in runs)
     return found and (not needs(name) or baseline(needs(name), given).exists())
 
@@ -321,7 +448,8 @@ def start(name: str, given: argparse.Namespace) -> "subprocess.Popen[str]":
     folder.mkdir(parents=True, exist_ok=True)
     experiment = EXPERIMENTS[name]
     arguments = experiment.arguments(given.folders[experiment.kind], given, name)
-    changes = [part for change in given.set for part in ("--set", change)]
+    changes = [*given.set, *experiment.equal_changes(given)]
+    changes = [part for change in changes for part in ("--set", change)]
     # Threads of several runs that fight for the cores make a look at the gates 30 times slower.
     threads = max(1, (os.cpu_count() or 1) // (2 * given.together))
     with (folder / "output.txt").open("a") as output:
@@ -365,7 +493,7 @@ def run(given: argparse.Namespace) -> int:
                 print(f"{name}: {'done' if process.returncode == 0 else 'failed'}", flush=True)
         able = [name for name in waiting if ready(name, given)]
         if waiting and not able and not running:
-            print(f"no baseline, or no λ, for {', '.join(waiting)}", flush=True)
+            print(f"no baseline, no λ, or no run of ours for {', '.join(waiting)}", flush=True)
             return 1
         for name in able[: given.together - len(running)]:
             waiting.remove(name)

@@ -29,7 +29,8 @@ import torch.nn.functional as F
 from benchmarks.store import ROOT, number_file
 from polarprune import Schedule
 from polarprune.cost.timing import environment
-from polarprune.experiments.data.cifar10 import Cifar10, Images, open_cifar10
+from polarprune.experiments.data.cifar10 import Cifar10, open_cifar10
+from polarprune.experiments.data.images import Images
 from polarprune.experiments.networks.small_images import VGG, MobileNetV2
 from polarprune.experiments.networks.table import NETWORKS
 from polarprune.experiments.presets import PRESETS

@@ -42,7 +42,9 @@ LABEL_OFFSETS = {  # of labels that would overlap otherwise
     ("mobilenetv2", "SCOP"): (4, -10),
 }
 MAIN = "resnet56-47-seed0"
-SHORT_RUNS = ("ablation", "plain", "search", "steering")  # how the names of shorter runs start
+# How the names of runs start that are not in the paper's table: shorter ones, and comparisons.
+SHORT_RUNS = ("ablation", "plain", "search", "steering")
+COMPARISONS = ("worth", "tiny", "transfer")
 SUPERSEDED = "earlier"  # how the names of runs start that were repeated with a later version
 
 
@@ -180,7 +182,7 @@ def tables() -> list[str]:
     mine = [
         name
         for name in found
-        if not name.startswith((*SHORT_RUNS, SUPERSEDED))
+        if not name.startswith((*SHORT_RUNS, *COMPARISONS, SUPERSEDED))
         and card(name)["method"] == "gdp"
         and not (name in EXPERIMENTS and EXPERIMENTS[name].tune)
     ]

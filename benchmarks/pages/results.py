@@ -9,7 +9,7 @@ A run is a folder with the card.json and log.jsonl that `polarprune train` left:
 from pathlib import Path
 
 from benchmarks.measure.experiments import SHORT
-from benchmarks.pages import compared_methods, figures, paper_table
+from benchmarks.pages import compared_methods, figures, paper_table, worth
 from benchmarks.pages.captions import CAPTIONS
 from benchmarks.pages.compared_methods import COMPARED
 from benchmarks.pages.run_conditions import NETWORK_NAMES, conditions, held_out
@@ -58,6 +58,12 @@ def page(runs: list[StoredRun], folder: Path) -> str:
         "learning rates, far below the budget.",
         "\n".join(compared_methods.table(runs)),
         *compared_methods.close_methods(runs),
+        "## Is pruning worth it?",
+        *worth.worth(folder),
+        "## Tiny ImageNet",
+        *worth.tiny(folder),
+        "## Transfer",
+        *worth.transfer(folder),
         "## Figures",
         "Drawn from `results/` and [paper.json](../benchmarks/numbers/paper.json) by `make "
         f"figures`. Ablations are runs of {SHORT} epochs with ResNet-56 on CIFAR-10, from the same "

@@ -10,6 +10,11 @@ from benchmarks.measure.experiments import COMPARED as COMPARED_EPOCHS
 from benchmarks.pages import figures
 
 TEST_SET = 10000  # images
+# Settings that runs of earlier versions do not state, because they had no others.
+ADDED = {
+    **dict.fromkeys(("side", "per_class", "data_seed", "scratch_epochs"), 0),
+    "tune_decay": None,
+}
 
 
 class StoredRun(NamedTuple):
@@ -54,7 +59,7 @@ class StoredRun(NamedTuple):
         `scored` are left out, because they do not change what is computed.
         """
         skipped = ("seed", "compiled", "scored")
-        found = flat(self.card["recipe"])
+        found = {**ADDED, **flat(self.card["recipe"])}
         return {k: v for k, v in found.items() if k not in skipped and not k.startswith(without)}
 
     def seconds(self) -> float:
@@ -79,7 +84,8 @@ def flat(numbers: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def read_runs(folder: Path) -> list[StoredRun]:
     """Return all runs for the tables that were scored on the whole test set."""
     paths = sorted(folder.glob("*/card.json"))
-    paths = [path for path in paths if not path.parent.name.startswith(figures.SHORT_RUNS)]
+    other = (*figures.SHORT_RUNS, *figures.COMPARISONS)
+    paths = [path for path in paths if not path.parent.name.startswith(other)]
     runs = [StoredRun(json.loads(path.read_text()), _read_log(path)) for path in paths]
     return [run for run in runs if run.card["scored_on"] == TEST_SET]
 

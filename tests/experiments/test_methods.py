@@ -22,7 +22,8 @@ from benchmarks.pages.results import MARKS, write
 from polarprune.cli.app import app
 from polarprune.cost.other_scores import UnitNorms, scale_scores
 from polarprune.cost.resources import Quadratic
-from polarprune.experiments.data.cifar10 import Batches, Cifar10, accuracy
+from polarprune.experiments.data.cifar10 import Cifar10
+from polarprune.experiments.data.images import Batches, accuracy
 from polarprune.experiments.methods import base
 from polarprune.experiments.methods.expected_cost import LambdaAdjuster, expected_share
 from polarprune.experiments.methods.kernel_gates import KernelGates, NaiveSL0
@@ -30,7 +31,7 @@ from polarprune.experiments.methods.l0 import L0, HardConcrete
 from polarprune.experiments.methods.lasso import Lasso
 from polarprune.experiments.methods.slimming import Slimming
 from polarprune.experiments.methods.table import ALL_METHODS, METHODS
-from polarprune.experiments.networks.small_images import ResNet
+from polarprune.experiments.networks.small_images import MobileNetV2, ResNet
 from polarprune.experiments.networks.table import NETWORKS
 from polarprune.experiments.presets import preset
 from polarprune.experiments.runs.prune import prune
@@ -493,6 +494,30 @@ def test_torch_prunings_regularizer_is_its_own(kind: Any) -> None:
         pulled += not torch.equal(parameter.grad, kept[name])
     weights = [name for name, _ in model.named_parameters() if name.endswith("weight")]
     assert pulled == len(weights)
+
+
+@needs_torch_pruning
+def test_torch_pruning_regularizes_no_depthwise_convolution() -> None:
+    """Its library leaves them out, of the importance as well."""
+    model = MobileNetV2(strides=(2, 2, 2, 2, 1, 2, 1), dropout=0.0)
+    model.blocks = model.blocks[:3]
+    model.last = nn.Conv2d(24, 32, 1)
+    model.head = nn.Linear(32, 10)
+    method = control(METHODS["torch-pruning"], model, torch_pruning=0.1)
+    model(EXAMPLE).square().sum().backward()
+    kept = {name: p.grad.clone() for name, p in model.named_parameters()}
+    method.after_backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.grad = kept[name].clone()
+    method._pruner(model, 0.5).regularize(model)
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameter.grad, found[name], rtol=1e-4, atol=1e-5), name
+    depthwise = model.blocks[1].layers[1][0]
+    name = next(key for key, one in model.named_modules() if one is depthwise)
+    assert depthwise.groups > 1 and torch.equal(found[f"{name}.weight"], kept[f"{name}.weight"])
+    small = method.cut(model)
+    assert count_macs(small, EXAMPLE) <= 0.5 * count_macs(model, EXAMPLE)
 
 
 @needs_torch_pruning

@@ -264,7 +264,7 @@ def test_a_model_of_timm_is_rebuilt_without_its_factory(tmp_path: Path) -> None:
         (
             "Own",
             "nowhere:data",
-            "give cifar10:DIR, imagenet:DIR, style:DIR, voc:DIR, folder:DIR",
+            "give cifar10:DIR, imagenet:DIR, style:DIR, tiny-imagenet:DIR, voc:DIR, folder:DIR",
         ),
     ],
 )

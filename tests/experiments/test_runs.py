@@ -19,11 +19,11 @@ import polarprune as pp
 from benchmarks.measure import experiments
 from benchmarks.pages import compared_methods, paper_table, run_conditions
 from polarprune.cli.app import app
-from polarprune.experiments.data.cifar10 import (
+from polarprune.experiments.data.cifar10 import Cifar10
+from polarprune.experiments.data.images import (
     MEAN,
     STD,
     Batches,
-    Cifar10,
     Images,
     accuracy,
     logits,
@@ -854,6 +854,12 @@ def test_a_plain_run_to_the_end_waits_for_its_lambda(tmp_path: Path) -> None:
     assert 0.2 < found < 0.4  # 2 to 4, over ten times as many epochs
 
 
+def comparisons() -> list[experiments.Experiment]:
+    """The runs against thin networks and other methods, which are not the paper's."""
+    return [*experiments.worth().values(), *experiments.tiny().values(),
+            *experiments.transfer().values()]  # fmt: skip
+
+
 def test_the_experiments_are_those_of_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
     assert experiments.main(["--list"]) == 0
     names = capsys.readouterr().out.split()
@@ -863,7 +869,8 @@ def test_the_experiments_are_those_of_the_paper(capsys: pytest.CaptureFixture[st
         for one in experiments.EXPERIMENTS.values()
         if one.preset not in run_conditions.OTHER_NETWORKS
     ]
-    assert {one.kind for one in mine} == {"cifar10", "voc", "style"}
+    assert {one.kind for one in mine} == {"cifar10", "voc", "style", "tiny-imagenet"}
+    mine = [one for one in mine if one not in comparisons()]
     for claim in paper_table.CLAIMS:
         same = [one for one in mine if round(100 * one.macs, 2) == claim.macs]
         assert {one.preset for one in same} == {claim.network, f"{claim.network}-paper"}
@@ -871,6 +878,6 @@ def test_the_experiments_are_those_of_the_paper(capsys: pytest.CaptureFixture[st
             3 if claim == compared_methods.COMPARED else 1
         )
     found = {one.method for one in experiments.EXPERIMENTS.values()}
-    assert found == {"gdp", *ALL_METHODS}
+    assert found == {"gdp", *ALL_METHODS, "thin", "reinit"}
     with pytest.raises(SystemExit):
         experiments.main(["--data=voc:x", "resnet56"])

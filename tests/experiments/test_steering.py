@@ -14,7 +14,7 @@ from benchmarks.measure import steering
 from benchmarks.pages import figures
 from benchmarks.pages import steering as steering_page
 from polarprune import Schedule
-from polarprune.experiments.data.cifar10 import Images
+from polarprune.experiments.data.images import Images
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,13 @@ from polarprune.experiments.runs.ray_trials import ray_is_installed
 from polarprune.experiments.runs.sweep_results import collect, write_results
 from tests.helpers.cifar import runner
 from tests.helpers.own_model import Own
-from tests.helpers.processes import environment
+from tests.helpers.processes import environment, wait_for_file
 
 HELPER = Own.__module__
 ARGUMENTS = ["sweep", f"{HELPER}:Own", "--data", f"{HELPER}:data_sets", "--device", "cpu"]
 ARGUMENTS += ["--set", "batch=12", "--set", "baseline_epochs=2", "--threads", "1"]
 # Without Ray installed, the same test runs the trials in one process.
 WAY = "--ray" if ray_is_installed() else "--no-ray"
-LIMIT = 120.0  # seconds to wait for a process of a busy machine
 
 
 def sweep(out: Path, *given: str) -> list[dict[str, Any]]:
@@ -95,7 +93,7 @@ def test_without_ray_trials_run_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.setattr("polarprune.cli.sweep.ray_is_installed", lambda: False)
+    monkeypatch.setattr("polarprune.cli.side_by_side.ray_is_installed", lambda: False)
     assert len(sweep(tmp_path / "out", "--macs", "0.7,0.5", "--set", "epochs=1")) == 2
     for way in (["--ray"], ["--address", "auto"]):
         given = [*ARGUMENTS, "--out", str(tmp_path / way[0]), "--macs", "0.5", *way]
@@ -104,13 +102,6 @@ def test_without_ray_trials_run_one_after_the_other(
         assert "needs ray. Install it with: pip install 'polarprune[ray]'" in " ".join(
             done.output.split()
         )
-
-
-def wait_for(file: Path, process: subprocess.Popen[bytes], log: Path) -> None:
-    end = time.monotonic() + LIMIT
-    while not file.exists():
-        assert process.poll() is None and time.monotonic() < end, log.read_text()
-        time.sleep(0.05)
 
 
 def test_a_sweep_whose_driver_is_killed_continues_to_the_same_result(tmp_path: Path) -> None:
@@ -127,7 +118,7 @@ def test_a_sweep_whose_driver_is_killed_continues_to_the_same_result(tmp_path: P
             [*command, *whole], stdout=said, stderr=said, env=environment(), start_new_session=True
         )
         try:
-            wait_for(out / "macs-0.4" / "card.json", driver, log)
+            wait_for_file(out / "macs-0.4" / "card.json", driver, log)
             os.kill(driver.pid, signal.SIGKILL)
         finally:
             driver.wait()

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from polarprune.experiments.data.cifar10 import Cifar10, Images
+from polarprune.experiments.data.cifar10 import Cifar10
+from polarprune.experiments.data.images import Images
 from polarprune.experiments.settings import Settings
 
 runner = CliRunner()

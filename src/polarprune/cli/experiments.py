@@ -1,4 +1,4 @@
-"""`polarprune train`, `sweep` and `eval`: the commands of the experiments.
+"""`polarprune train`, `sweep`, `referee` and `eval`: the commands of the experiments.
 
 `lazy` imports this module when one of them is called, or when `export` rebuilds a network.
 """
@@ -23,6 +23,7 @@ from ..experiments.runs.trials import prepare, run_to_end
 from ..experiments.settings import Settings
 from .arguments import AsJson, ModelOption
 from .console import console, device_of, fail, say, say_json, texts_on_stderr
+from .referee import referee
 from .run_options import (
     Baseline,
     Changes,
@@ -62,7 +63,13 @@ def train(
     ),
     baseline: Baseline = None,
     start: Annotated[
-        Path | None, typer.Option(help="initial weights of a baseline, where names agree")
+        Path | None,
+        typer.Option(
+            help="initial weights of a baseline, or of thin and reinit, where names agree"
+        ),
+    ] = None,
+    shapes: Annotated[
+        Path | None, typer.Option(help="for reinit: card.json of the run whose widths it has")
     ] = None,
     uniform: Uniform = False,
     change: Changes = None,
@@ -89,7 +96,7 @@ def train(
             if dry_run:
                 _rehearse(run, dry_run, given, baseline or out / "baseline.safetensors")
                 return
-            card = run_to_end(run, method, given, hold_out, baseline, start)
+            card = run_to_end(run, method, given, hold_out, baseline, start, shapes)
     except PruneError as error:
         fail(error)
     if as_json and rank_and_count()[0] == 0:
@@ -132,6 +139,7 @@ def _rehearse(run: Run, steps: int, given: dict[str, float], baseline: Path) -> 
 
 
 app.command()(sweep)
+app.command()(referee)
 
 
 # --- eval -----------------------------------------------------------------------------------------
@@ -175,8 +183,8 @@ def _data_settings(card: dict[str, Any]) -> Settings:
     """Return what a card says about the data that its network is for."""
     recipe = card.get("recipe")
     told = recipe if isinstance(recipe, dict) else {}
-    crop = told.get("crop", 0)
-    return Settings(card["network"], told.get("data", "cifar10"), crop=crop)
+    sizes = {key: told.get(key, 0) for key in ("crop", "side")}
+    return Settings(card["network"], told.get("data", "cifar10"), **sizes)
 
 
 def _stated_score(card: dict[str, Any], task: Task) -> str:

@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 LAZY_COMMANDS = {
     "train": "Train a network, prune it to a budget while it trains, and score the small network.",
     "sweep": "Prune one network to several budgets, and score the small network at each of them.",
+    "referee": "Say whether pruning is worth it: compare it with a thin network and other methods.",
     "eval": "Rebuild a pruned network from its file and score it.",
 }
 

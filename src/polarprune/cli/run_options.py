@@ -1,4 +1,4 @@
-"""Options and progress that `train` and `sweep` share."""
+"""Options and progress that `train`, `sweep` and `referee` share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 
 from ..errors import PruneError
 from ..experiments.data.table import FORMS as DATA_FORMS
-from ..experiments.methods.table import ALL_METHODS
+from ..experiments.methods.table import NAMES
 from ..experiments.presets import PRESETS
 from ..experiments.processes import process_group, rank_and_count
 from ..factories import FORMS
@@ -20,7 +20,7 @@ from .console import bar, console, device_of, line, say
 
 Network = Annotated[str, typer.Argument(help=f"a preset ({', '.join(PRESETS)}), or {FORMS}")]
 DataName = Annotated[str, typer.Option(help=", ".join(DATA_FORMS))]
-MethodName = Annotated[str, typer.Option(help="gdp is ours; to compare: " + ", ".join(ALL_METHODS))]
+MethodName = Annotated[str, typer.Option(help="gdp is ours; to compare: " + ", ".join(NAMES[1:]))]
 Baseline = Annotated[
     Path | None, typer.Option(help="weights of the original network; trained and written if absent")
 ]

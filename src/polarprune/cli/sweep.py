@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -16,10 +15,9 @@ from ..errors import PruneError
 from ..experiments.data.task import Task
 from ..experiments.methods.table import check
 from ..experiments.runs.files import Json
-from ..experiments.runs.ray_trials import ray_is_installed, side_by_side_on_ray
 from ..experiments.runs.run import Run
 from ..experiments.runs.sweep_results import collect, write_results
-from ..experiments.runs.trials import Show, Trial, one_after_the_other, prepare
+from ..experiments.runs.trials import Trial, prepare
 from ..validation.optional_packages import optional_package
 from .arguments import AsJson
 from .console import console, fail, say, say_json, texts_on_stderr
@@ -36,6 +34,7 @@ from .run_options import (
     parse_changes,
     shown_progress,
 )
+from .side_by_side import Address, Threads, UseRay, check_numbers, run_all, uses_ray
 
 
 def sweep(
@@ -53,21 +52,16 @@ def sweep(
     seed: Seed = None,
     hold_out: HoldOut = 0,
     device: Device = "",
-    threads: Annotated[
-        int, typer.Option(help="threads of a trial on the CPU; 0: the default of torch")
-    ] = 0,
-    ray: Annotated[
-        bool | None,
-        typer.Option(help="run trials side by side on Ray; by default if Ray is installed"),
-    ] = None,
-    address: Annotated[str, typer.Option(help="address of a Ray cluster, such as auto")] = "",
+    threads: Threads = 0,
+    ray: UseRay = None,
+    address: Address = "",
     as_json: AsJson = False,
 ) -> None:
     """Prune one network to several budgets, and score the small network at each of them."""
     try:
         changes = parse_changes(change, seed, uniform)
         budgets = _budgets(macs, method, bool(changes.get("uniform")))
-        _check_numbers(seeds, threads)
+        check_numbers(seeds, threads)
         optional_package("matplotlib", needed_for="the picture of a sweep", extra="report")
         settings, found = prepare(network, data, changes, hold_out)
         weights = str(baseline or out / "baseline.safetensors")
@@ -75,7 +69,7 @@ def sweep(
         common = (method, hold_out, weights, device, own, os.getcwd(), settings.tune_epochs)
         base = Trial(network, data, {**changes, "seed": settings.seed}, {}, str(out), *common)
         trials = _trials(base, budgets, seeds)
-        on_ray = _uses_ray(ray, address, trials)
+        on_ray = uses_ray(ray, address, trials)
         with (
             texts_on_stderr(as_json),
             shown_progress("cpu" if on_ray else device) as (here, show),
@@ -83,11 +77,7 @@ def sweep(
             first = Run(settings, found, out, device=here)
             first.claim({"method": method, "budget": {}, "hold_out": hold_out})
             first.check({"macs": min(budgets)}, baseline)
-            if on_ray:
-                side_by_side_on_ray([[base], trials], address, _named(show))
-            else:
-                one_after_the_other([replace(one, device=here) for one in (base, *trials)],
-                                    _named(show))  # fmt: skip
+            run_all([[base], trials], on_ray, address, here, show)
             rows = collect(out, found)
             if first.writes:
                 write_results(out, rows, found)
@@ -112,13 +102,6 @@ def _budgets(given: list[str], method: str, uniform: bool) -> list[float]:
     return sorted(found)
 
 
-def _check_numbers(seeds: int, threads: int) -> None:
-    if seeds < 1:
-        raise PruneError(f"--seeds {seeds}: give at least 1.")
-    if threads < 0:
-        raise PruneError(f"--threads {threads}: give a number of threads, or 0.")
-
-
 def _trials(base: Trial, budgets: list[float], seeds: int) -> list[Trial]:
     """Return a trial for each budget and seed; all start from one baseline."""
     trials = []
@@ -135,19 +118,6 @@ def _trials(base: Trial, budgets: list[float], seeds: int) -> list[Trial]:
             for share in budgets
         ]
     return trials
-
-
-def _uses_ray(wanted: bool | None, address: str, trials: list[Trial]) -> bool:
-    """Return whether trials run on Ray: if asked to, or if it is installed and of any use."""
-    if address or wanted is not None:
-        return bool(address or wanted)
-    unfinished = sum(not trial.finished for trial in trials)
-    return unfinished > 1 and "WORLD_SIZE" not in os.environ and ray_is_installed()
-
-
-def _named(show: Callable[[Json], None]) -> Show:
-    """Return a function that shows a row of a log under the name of its trial."""
-    return lambda name, row: show({**row, "stage": f"{name} {row['stage']}".strip()})
 
 
 def _show_results(rows: list[Json], task: Task, out: Path) -> None:

@@ -68,6 +68,37 @@ def _imagenet(network: str) -> Settings:
     )
 
 
+def _tiny(network: str, weight_decay: float) -> Settings:
+    """Return our settings for Tiny ImageNet; see docs/experiments.md."""
+    return Settings(
+        network,
+        "tiny-imagenet",
+        baseline_epochs=100,
+        epochs=100,
+        batch=256,
+        baseline_lr=0.1,
+        lr=0.1,
+        weight_decay=weight_decay,
+        distill=0.9,
+    )
+
+
+def _transfer(network: str) -> Settings:
+    """Return our settings for fine-tuning on a few images of CIFAR-10, enlarged to 64 × 64."""
+    return Settings(
+        network,
+        "cifar10",
+        baseline_epochs=200,
+        epochs=200,
+        batch=50,
+        baseline_lr=0.02,
+        lr=0.02,
+        scored=20,
+        side=64,
+        per_class=50,
+    )
+
+
 def _deeplab() -> Settings:
     """Return the paper's settings for Pascal VOC."""
     return Settings(
@@ -141,6 +172,11 @@ PRESETS = {
         pretrained="IMAGENET1K_V1",
     ),
     "resnet50": replace(_imagenet("resnet50"), label_smoothing=0.1, pretrained="IMAGENET1K_V1"),
+    "mobilenet_v1-tiny": _tiny("mobilenet_v1_tiny", 1e-4),
+    "mobilenet_v2-tiny": _tiny("mobilenet_v2_tiny", 1e-4),
+    "resnet50-tiny": _tiny("resnet50_tiny", 5e-4),
+    "mobilenet_v2-transfer": _transfer("mobilenet_v2_tiny"),
+    "resnet50-transfer": _transfer("resnet50_tiny"),
     "resnet50-steps": replace(_imagenet("resnet50"), rates="steps", pretrained="IMAGENET1K_V1"),
     **{f"{name}-paper": _paper(name) for name in ("resnet56", "vgg16", "mobilenetv2")},
     **{f"{name}-plain": _plain(name) for name in ("resnet56", "vgg16", "mobilenetv2")},

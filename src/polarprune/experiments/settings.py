@@ -52,7 +52,9 @@ class Settings:
     baseline_lr: float = 0.2
     lr: float = 0.2
     warm_up: float = 5.0  # epochs in which the learning rate rises from 0
-    rates: str = "cosine"  # or "steps": a tenth after each quarter; or "poly": (1 - t)^0.9
+    # Or "steps": a tenth after each quarter; "poly": (1 - t)^0.9; "restart": a cosine that starts
+    # again at the highest rate when the budget is met.
+    rates: str = "cosine"
     slow: str = ""  # modules whose names start with this learn at a tenth of the rate
     optimizer: str = "sgd"  # or "adam"
     momentum: float = 0.9
@@ -61,6 +63,9 @@ class Settings:
     label_smoothing: float = 0.0
     cutout: int = 0  # side of the square that is blanked in every image, in pixels
     crop: int = 0  # side of the square that is cropped from a photo of any size, in pixels
+    side: int = 0  # of CIFAR-10 or Tiny ImageNet, enlarged or reduced; 0: as they are
+    per_class: int = 0  # training images of each class of these data sets; 0: all
+    data_seed: int = 0  # draws them; the same for all seeds of a comparison
     schedule: Schedule = Schedule()
     compact: str | None = None  # "auto": remove closed channels during training
     uniform: bool = False  # the same widths at the same position of repeated blocks
@@ -71,6 +76,8 @@ class Settings:
     recalibrate: int = 0  # batches from which batch norms re-estimate their statistics at the end
     tune_epochs: int = 0  # of fine-tuning after removal
     tune_lr: float = 0.02
+    tune_decay: float | None = None  # weight decay of fine-tuning; None: as before
+    scratch_epochs: int = 0  # of `thin` and `reinit`; 0: those of all stages together
     seed: int = 0
     controls: MethodSettings = MethodSettings()
 
@@ -78,12 +85,13 @@ class Settings:
         for field in fields(self):
             _check(field, getattr(self, field.name))
 
-    def rate(self, progress: float, epochs: int) -> float:
+    def rate(self, progress: float, epochs: int, landing: float = 0.0) -> float:
         """Return the learning rate as a share of the highest.
 
         Args:
             progress: Share of the training that is done, from 0 to 1.
             epochs: Length of the training, which sets the length of the warm-up.
+            landing: Share after which the budget is met, for "restart"; 0 if nothing is pruned.
         """
         rising = self.warm_up / epochs
         if progress < rising:
@@ -93,25 +101,30 @@ class Settings:
         done = (progress - rising) / (1 - rising)
         if self.rates == "poly":
             return float((1 - done) ** 0.9)
+        if self.rates == "restart" and 0 < landing <= progress:
+            done = (progress - landing) / (1 - landing)
         return 0.5 * (1 + math.cos(math.pi * done))
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,),
     "float": (int, float),
+    "float | None": (int, float, type(None)),
     "bool": (bool,),
     "str": (str,),
     "str | None": (str, type(None)),
     "Schedule": (Schedule,),
     "MethodSettings": (MethodSettings,),
 }
-_CHOICES = {"rates": ("cosine", "steps", "poly"), "optimizer": ("sgd", "adam")}
+_CHOICES = {"rates": ("cosine", "steps", "poly", "restart"), "optimizer": ("sgd", "adam")}
 _LIMITS: dict[str, tuple[float, float | None]] = {
     **dict.fromkeys(("batch", "epochs", "scored"), (1, None)),
-    **dict.fromkeys(("baseline_epochs", "tune_epochs", "cutout", "crop", "recalibrate"), (0, None)),
-    **dict.fromkeys(("baseline_lr", "lr", "tune_lr", "warm_up", "weight_decay"), (0, None)),
+    **dict.fromkeys(("baseline_epochs", "tune_epochs", "scratch_epochs", "recalibrate"), (0, None)),
+    **dict.fromkeys(("cutout", "crop", "side", "per_class"), (0, None)),
+    **dict.fromkeys(("baseline_lr", "lr", "tune_lr"), (0, None)),
+    **dict.fromkeys(("warm_up", "weight_decay", "tune_decay"), (0, None)),
     **dict.fromkeys(("momentum", "label_smoothing", "distill"), (0, 1)),
-    "seed": (0, 2**63 - 1),
+    **dict.fromkeys(("seed", "data_seed"), (0, 2**63 - 1)),
 }
 
 

@@ -6,7 +6,7 @@ matplotlib is an optional dependency, so it is imported when the first chart is 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -204,6 +204,49 @@ def save_curve(rows: list[JsonObject], measure: str, path: str | PathLike[str]) 
     panel.margins(0.08, 0.15)
     panel.grid(color=GRID)
     panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, format="png", dpi=200)
+
+
+def save_comparison(
+    rows: list[JsonObject], measure: str, shown: Callable[[float], str], path: str | PathLike[str]
+) -> None:
+    """Write a comparison of methods as PNG: their scores, and beside it what each training costs.
+
+    Args:
+        rows: For each method `name`, `scores` (one for each seed), `score` (their mean),
+            `deviation` (None for one seed), `relative_cost`, and `baseline`; ours first.
+        measure: Name of the score, for the axis.
+        shown: Turns a score into text.
+        path: The file to write.
+
+    Raises:
+        PruneError: If matplotlib is not installed.
+    """
+    figure = _figure(7.2, 1.3 + 0.42 * len(rows))
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
+    for place, row in enumerate(rows):
+        colour = BLUE if place == 0 else MUTED
+        left.errorbar(row["score"], place, xerr=row["deviation"], fmt="|", ms=14, mew=2.2,
+                      capsize=0, lw=1.4, color=colour)  # fmt: skip
+        left.plot(row["scores"], [place] * len(row["scores"]), "o", ms=4, color=colour, alpha=0.5)
+        right.barh(place, row["relative_cost"], 0.55, color=colour)
+        right.text(row["relative_cost"], place, f" {row['relative_cost']:.2f}", va="center",
+                   fontsize=9, color=INK)  # fmt: skip
+    left.axvline(rows[0]["baseline"], color=ORANGE, ls="--", lw=1)
+    left.set_title(f"dashed: original network, {shown(rows[0]['baseline'])}", fontsize=9, color=INK)
+    left.set_yticks(range(len(rows)), [row["name"] for row in rows])
+    left.invert_yaxis()
+    left.set_xlabel(f"{measure} (dots: seeds; lines: mean ± deviation)", color=INK)
+    percent = shown(0.5).endswith("%")
+    left.xaxis.set_major_formatter(lambda x, _: f"{100 * x:g}%" if percent else shown(x))
+    left.locator_params(axis="x", nbins=5)
+    left.margins(x=0.08)
+    right.set_xlabel("training cost", color=INK)
+    right.set_xlim(0, 1.35 * max(row["relative_cost"] for row in rows))
+    for panel in (left, right):
+        _style(panel)
+        panel.grid(axis="y", visible=False)
+    left.grid(axis="x", color=GRID)
     figure.savefig(path, format="png", dpi=200)
 
 

@@ -133,6 +133,7 @@ class LoaderStream(Stream):
             persistent_workers=_workers(device) > 0,
         )
         self.per_epoch = len(self.loader)
+        self.examples = self.per_epoch * batch
         self._batches: Iterator[tuple[Tensor, Tensor]] = iter(())
 
     def shuffle(self) -> None:

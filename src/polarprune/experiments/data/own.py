@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sized
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -131,6 +131,9 @@ class OwnLoaderStream(OwnStream):
             raise PruneError(f"{name}: for several processes, return data sets, not loaders.")
         self.name, self.loader, self.device, self._highest = name, loader, device, 0
         self.per_epoch = len(loader)
+        self.examples = len(cast(Sized, loader.dataset))
+        if loader.drop_last and loader.batch_size:
+            self.examples = self.per_epoch * loader.batch_size
         self._batches: Iterator[tuple[Tensor, Tensor]] = iter(())
 
     def shuffle(self) -> None:

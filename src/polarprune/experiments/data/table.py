@@ -10,9 +10,11 @@ from ...factories import names_module
 from ..settings import Settings
 from .cifar10 import open_cifar10
 from .imagenet import SIDE, open_imagenet
+from .images import LabelledImages
 from .own import open_own
 from .style import open_style
 from .task import Task
+from .tiny_imagenet import open_tiny_imagenet
 from .voc import open_voc
 
 OWN = "own"  # the kind of what a user's function returns
@@ -20,6 +22,7 @@ DATA_SETS: dict[str, Callable[[Path], Task]] = {
     "cifar10": open_cifar10,
     "imagenet": open_imagenet,
     "style": open_style,
+    "tiny-imagenet": open_tiny_imagenet,
     "voc": open_voc,
 }
 _FOLDER = "folder"
@@ -41,12 +44,24 @@ def open_data(name: str, settings: Settings | None = None) -> Task:
             `folder:DIR` for any folder of photos; `file.py:make_data` or
             `package.module:make_data` for a function that returns data.
         settings: If given, only the kind of data that these settings are for is accepted, and
-            `crop` is the side of the photos of `folder:DIR`. A network of the user's own accepts
-            all.
+            `crop` is the side of the photos of `folder:DIR`; `side` and `per_class` change
+            CIFAR-10 and Tiny ImageNet. A network of the user's own accepts all.
 
     Raises:
         PruneError: The name has another form, or the folder does not hold the data set.
     """
+    found = _open(name, settings)
+    if settings is None or not (settings.side or settings.per_class):
+        return found
+    if not isinstance(found, LabelledImages):
+        raise PruneError(
+            f"--data {name}: side and per_class are for cifar10:DIR and tiny-imagenet:DIR. Leave "
+            f"them out."
+        )
+    return found.of_settings(settings)
+
+
+def _open(name: str, settings: Settings | None) -> Task:
     kind, _, rest = name.partition(":")
     fixed = settings is not None and ":" not in settings.network
     if settings is not None and fixed and (kind != settings.data or not rest):

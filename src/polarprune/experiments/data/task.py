@@ -25,7 +25,8 @@ class Stream(ABC):
     """
 
     captured = True
-    per_epoch: int
+    per_epoch: int  # batches
+    examples: int  # in these batches, of all processes together
     device: torch.device
 
     @abstractmethod
@@ -53,6 +54,7 @@ class InMemoryStream(Stream):
     def __init__(self, count: int, size: int, device: torch.device) -> None:
         self.count, self.size, self.device = count, size, device
         self.per_epoch = count // size
+        self.examples = self.per_epoch * size
         self.order = torch.zeros(self.per_epoch * size, dtype=torch.long, device=device)
         self.at = torch.zeros((), dtype=torch.long, device=device)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...analysis.trace import trace
-from ...channels.graph import Plan
+from ...channels.graph import Graph, Plan
 from ...cost.budget import Budget
 from ...cost.other_scores import plan_by_score, plan_by_threshold
 from ...surgery.apply import shrink
@@ -17,7 +17,13 @@ from ..settings import Settings
 
 Groups = list[dict[str, Any]]  # parameter groups, as an optimizer takes them
 Limits = dict[str, float]  # resource -> budget, as a share of the original
+Widths = dict[str, list[int]]  # group -> its width, and its original width
 HISTOGRAM_BINS = 20  # as in the history of a pruner
+
+
+def widths_of(graph: Graph, plan: Plan) -> Widths:
+    """Return the widths of a plan as a card has them."""
+    return {name: [len(plan[name]), group.size] for name, group in graph.prunable.items()}
 
 
 class Method:
@@ -73,6 +79,7 @@ class ComparedMethod(Method, ABC):
         self.model, self.example, self.limits = model, example, limits
         self.settings, self.own, self.steps = settings, settings.controls, steps
         self.device = next(model.parameters()).device
+        self.widths: Widths = {}  # of the model after `cut`, if they are known
         self.set_up()
 
     @abstractmethod
@@ -100,11 +107,13 @@ class PlannedMethod(ComparedMethod):
         """Return the channels to keep, within the budget."""
 
     def cut(self, model: nn.Module) -> nn.Module:
-        return shrink(model, self.graph, self.plan())
+        plan = self.plan()
+        self.widths = widths_of(self.graph, plan)
+        return shrink(model, self.graph, plan)
 
     def keep_same_share(self, scores: Tensor) -> Plan:
         """Return a plan that keeps the same share of every group, highest scores first."""
-        return plan_by_score(self.graph, scores, multiple_of=1, **self.limits)
+        return plan_by_score(self.graph, scores, multiple_of=1, min_channels=0, **self.limits)
 
     def keep_above_threshold(self, scores: Tensor) -> Plan:
         """Return a plan that keeps the channels above one threshold for all groups."""

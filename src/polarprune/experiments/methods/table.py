@@ -15,7 +15,9 @@ cutting itself.
 | `l0` | hard-concrete gates (Louizos et al., 2018), λ · E[MACs] | zeros, then the least likely |
 | `torch-pruning` | the regularizer of its GroupNormPruner | what that removes, globally |
 
-The paper compares with two more: `kernel-gates` ("not introducing α") and `naive-sl0`.
+Two controls do not prune at all: `thin` and `reinit` are small networks that are trained from
+scratch (see `from_scratch`). The paper compares with two more methods: `kernel-gates` ("not
+introducing α") and `naive-sl0`.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from __future__ import annotations
 from ...errors import PruneError
 from ...validation.arguments import check_settings, plain_uniform
 from .base import ComparedMethod, Limits
+from .from_scratch import FROM_SCRATCH
 from .kernel_gates import KernelGates, NaiveSL0
 from .l0 import L0
 from .lasso import Lasso
@@ -39,21 +42,22 @@ METHODS: dict[str, type[ComparedMethod]] = {
     "torch-pruning": TorchPruning,
 }
 ALL_METHODS = METHODS | {"kernel-gates": KernelGates, "naive-sl0": NaiveSL0}
+NAMES = ("gdp", *ALL_METHODS, *FROM_SCRATCH)
 
 
 def check(method: str, limits: Limits, uniform: bool = False) -> None:
     """Refuse an unknown method or a wrong budget before a baseline is trained.
 
     Args:
-        method: "gdp" or a key of `ALL_METHODS`.
+        method: One of `NAMES`.
         limits: Budgets as shares of the original cost, or `lam`, which only "gdp" takes.
         uniform: Whether repeated blocks keep the same widths, which only "gdp" can.
 
     Raises:
         PruneError: The method, a budget or their combination is not accepted.
     """
-    if method != "gdp" and method not in ALL_METHODS:
-        raise PruneError(f"unknown method {method!r}. Methods: gdp, {', '.join(ALL_METHODS)}.")
+    if method not in NAMES:
+        raise PruneError(f"unknown method {method!r}. Methods: {', '.join(NAMES)}.")
     if method != "gdp" and "lam" in limits:
         raise PruneError(f"--lam is for gdp only. Give {method} a budget: --macs or --params.")
     if method != "gdp" and uniform:

@@ -49,7 +49,7 @@ class Backbone(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        resnet = from_torchvision("resnet50", dilation=[False, False, True])
+        resnet = from_torchvision("resnet50", replace_stride_with_dilation=[False, False, True])
         for name in Backbone.__annotations__:
             self.add_module(name, resnet.get_submodule(name))
 

@@ -9,10 +9,22 @@ from torch import nn
 from ...errors import PruneError
 from ...factories import factory_code, make_model
 from .deeplab import BackboneClassifier, DeepLabV3Plus
-from .imagenet import MobileNetV1, mobilenet_v2, resnet50
+from .imagenet import (
+    MobileNetV1,
+    mobilenet_v1_tiny,
+    mobilenet_v2,
+    mobilenet_v2_tiny,
+    resnet50,
+    resnet50_tiny,
+)
 from .small_images import VGG, MobileNetV2, mobilenetv2_88m, resnet20, resnet56
 from .style import StyleNet
 
+ANY_CLASSES: dict[str, Callable[..., nn.Module]] = {  # with as many classes as the data has
+    "mobilenet_v1_tiny": mobilenet_v1_tiny,
+    "mobilenet_v2_tiny": mobilenet_v2_tiny,
+    "resnet50_tiny": resnet50_tiny,
+}
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "resnet56": resnet56,
     "resnet20": resnet20,
@@ -25,6 +37,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "mobilenet_v1": MobileNetV1,
     "mobilenet_v2": mobilenet_v2,
     "resnet50": resnet50,
+    **ANY_CLASSES,
 }
 BACKBONES = {"deeplabv3plus": "resnet50"}  # networks whose backbone is one of torchvision's
 
@@ -34,11 +47,13 @@ def make_network(name: str, classes: int | None = None) -> nn.Module:
 
     Args:
         name: A key of `NETWORKS`, or a name that `factories.make_model` takes.
-        classes: The number of classes, for a network of the user's own.
+        classes: The number of classes, for those of `ANY_CLASSES` and the user's own.
 
     Raises:
         PruneError: There is no such network, or it cannot be made.
     """
+    if name in ANY_CLASSES and classes is not None:
+        return ANY_CLASSES[name](classes)
     if name in NETWORKS:
         return NETWORKS[name]()
     if ":" not in name:
@@ -46,9 +61,15 @@ def make_network(name: str, classes: int | None = None) -> nn.Module:
     return make_model(name, classes)
 
 
+def has_classes(name: str) -> bool:
+    """Return whether the number of classes of a network is not fixed by its name."""
+    return name in ANY_CLASSES or ":" in name
+
+
 def code_of(name: str, classes: int | None = None) -> dict[str, str]:
     """Return the code that makes a network: its `imports` and the `call`."""
     if name in NETWORKS:
-        made = f'make_network("{name}")'
+        count = f", {classes}" if name in ANY_CLASSES else ""
+        made = f'make_network("{name}"{count})'
         return {"imports": f"from {__name__} import make_network", "call": made}
     return factory_code(name, classes)

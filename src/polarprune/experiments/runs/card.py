@@ -8,6 +8,7 @@ from torch import nn
 
 from ..data.task import Task
 from ..methods.base import Limits
+from ..networks.table import has_classes
 from ..settings import Settings, finite
 from .files import Json
 
@@ -16,9 +17,12 @@ Cost = dict[str, int]  # "macs" of one example and "params"
 
 @dataclasses.dataclass(frozen=True)
 class Pruned:
-    """A trained model before and after its channels are removed, and the cost of both."""
+    """A trained model before and after its channels are removed, and the cost of both.
 
-    full: nn.Module
+    `full` is None for a small network that was trained from scratch.
+    """
+
+    full: nn.Module | None
     small: nn.Module
     cost_before: Cost
     cost_after: Cost
@@ -37,17 +41,19 @@ def make_card(
         baseline: Score of the baseline.
         pruned: The models and their costs.
     """
-    full, small = data.answers(pruned.full), data.answers(pruned.small)
     before, after = pruned.cost_before, pruned.cost_after
-    table = [
-        _row(data, "baseline", baseline, before),
-        _row(data, "before removal", data.score(full), before),
-        _row(data, "after removal", data.score(small), after),
-    ]
+    small = data.answers(pruned.small)
+    table, same = [_row(data, "baseline", baseline, before)], {}
+    if pruned.full is not None:
+        full = data.answers(pruned.full)
+        table.append(_row(data, "before removal", data.score(full), before))
+        same = {"identical_predictions": data.same(full, small)}
+    stage = "after training" if pruned.full is None else "after removal"
+    table.append(_row(data, stage, data.score(small), after))
     trained_on, scored_on = data.counts
     return {
         "network": settings.network,
-        **({"classes": data.classes} if ":" in settings.network else {}),
+        **({"classes": data.classes} if has_classes(settings.network) else {}),
         "method": method,
         "budget": limits,
         "table": table,
@@ -59,7 +65,7 @@ def make_card(
         "params_share": after["params"] / before["params"],
         "scored_on": scored_on,
         "trained_on": trained_on,
-        "identical_predictions": data.same(full, small),
+        **same,
         **data.details(small),
         "recipe": finite(dataclasses.asdict(settings)),
     }

@@ -1,4 +1,4 @@
-"""`rebuild`: a pruned network from the file that a run wrote."""
+"""`rebuild`: a pruned network from the file that a run wrote; `widths_in`: its widths alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...errors import PruneError
 from ...factories import make_model, of_package
 from ...files.model_file import load, read_card
 from ..networks.table import NETWORKS, make_network
-from .files import Json
+from .files import Json, read_json
 
 COST_NUMBERS = ("macs", "macs_share", "params", "params_share")
 
@@ -64,3 +64,28 @@ def rebuild(file: Path, model: str = "") -> tuple[nn.Module, Json]:
             f"file, model=polarprune.experiments.networks.small_images.mobilenetv2_88m())."
         )
     return load(file, model=unpruned), card
+
+
+def widths_in(file: Path) -> Json:
+    """Return the widths of a pruned network: group name -> width and original width.
+
+    Args:
+        file: The `card.json` of a run, or a model that `Run` wrote.
+
+    Raises:
+        PruneError: The file holds no such widths.
+    """
+    card = read_json(file) if file.suffix == ".json" else read_card(file)
+    widths = card.get("widths")
+    if not isinstance(widths, dict) or not all(map(_is_pair, widths.values())):
+        raise PruneError(
+            f"--shapes {file}: it holds no widths. Give the card.json or the small.safetensors of "
+            f"a run that pruned this network."
+        )
+    return dict(widths)
+
+
+def _is_pair(found: object) -> bool:
+    if not isinstance(found, list) or [type(number) for number in found] != [int, int]:
+        return False
+    return bool(0 <= found[0] <= found[1])

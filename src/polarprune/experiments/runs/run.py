@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from ...torch_internals.markers import attached_recipe
 from ...training.pruner import Pruner
 from ..data.task import Task
 from ..methods.base import Limits
+from ..methods.from_scratch import FROM_SCRATCH
 from ..networks.table import make_network
 from ..processes import rank_and_count, wait_for_all
 from ..settings import Settings
@@ -35,14 +37,15 @@ from .report_files import write_report
 from .source import commit
 from .start import check_network, is_published, load_start
 from .trainer import Trainer
+from .training_cost import Costs, costs_of_file, macs_of_an_example, metadata, with_total
 from .weights import copy_weights, load_weights, write_weights
 
 Progress = Callable[[Json], None]
 CHECKPOINT_PAUSE = 60.0  # seconds, at least, between checkpoints
 _RECALIBRATED = 20  # batches: ε has moved on since the statistics were estimated
-_STAGES = ("baseline", "prune", "tune")
-_MAY_CHANGE = ("compiled", "tune_epochs", "tune_lr", "scored")  # when a run is resumed
-_ADDED = {"uniform": False}  # settings that older runs lack, with the value that they had
+_STAGES = ("baseline", "prune", "tune", "scratch")
+_MAY_CHANGE = ("compiled", "tune_epochs", "tune_lr", "tune_decay", "scored")  # when it is resumed
+_DEFAULTS = dataclasses.asdict(Settings(""))
 _LOGGED = ("macs", "params", "closed", "between", "eps", "lam", "histogram")
 
 
@@ -76,6 +79,7 @@ class Run:
         torch.backends.cudnn.benchmark = True
         self.batches = self.data.stream(settings)
         self.writes = rank_and_count()[0] == 0  # of several processes, only the first writes
+        self.costs: Costs = {}  # of every stage, in MACs
 
     def new_network(self) -> nn.Module:
         """Return the network of the settings, with new weights, on the device."""
@@ -95,7 +99,8 @@ class Run:
         own = json.loads(json.dumps({k: v for k, v in own.items() if k not in _MAY_CHANGE}))
         note = self.out / "run.json"
         started = note.exists() and (self.out / "log.jsonl").exists()
-        stored = {**_ADDED, **read_json(note)} if started else own
+        # Settings that a later version added have had their default values.
+        stored = {**_DEFAULTS, **read_json(note)} if started else own
         free = () if stored.get("budget") else ("budget", "method")  # only a baseline so far
         other = [key for key in own if stored.get(key) != own[key] and key not in free]
         if other:
@@ -124,25 +129,28 @@ class Run:
         model = self.new_network()
         file = file or self.out / "baseline.safetensors"
         if file.exists():
-            return load_weights(model, file)
+            load_weights(model, file)
+            self.costs |= costs_of_file(file) or self._assumed_cost(model)
+            return model
+        if start is not None:
+            self.costs["start"] = sum(costs_of_file(start).values())
         if not load_start(model, self.settings, start):
             self._train_baseline(model, file)
         return model
+
+    def _assumed_cost(self, model: nn.Module) -> Costs:
+        """Return the cost of a baseline if it was trained with the settings of this run."""
+        own = macs_of_an_example(model, None, self.data.example())
+        return {"baseline": own * self.batches.examples * self.settings.baseline_epochs}
 
     def _train_baseline(self, model: nn.Module, file: Path) -> None:
         settings = self.settings
         if self.writes:
             make_folder(file.parent)
-        trainer = Trainer(
-            model,
-            self.batches,
-            settings,
-            epochs=settings.baseline_epochs,
-            lr=settings.baseline_lr,
-        )
+        trainer = self.trainer(model, settings.baseline_epochs, settings.baseline_lr)
         self.train("baseline", trainer)
         if self.writes:
-            write_weights(model, file)
+            write_weights(model, file, metadata(self.costs))
             self._drop_checkpoints()
         wait_for_all()
 
@@ -209,16 +217,14 @@ class Run:
         """Insert gates into a model and return the pruner and the trainer of the second stage."""
         settings = self.settings
         pruner = self._pruner(model, settings.epochs * self.batches.per_epoch, limits)
-        trainer = Trainer(
-            model,
-            self.batches,
-            settings,
-            epochs=settings.epochs,
-            lr=settings.lr,
-            pruner=pruner,
-            teacher=teacher,
+        return pruner, self.trainer(
+            model, settings.epochs, settings.lr, pruner=pruner, teacher=teacher
         )
-        return pruner, trainer
+
+    def trainer(self, model: nn.Module, epochs: int, lr: float, **given: Any) -> Trainer:
+        """Return a trainer of a stage of this run; see `Trainer`."""
+        given = {"settings": self.settings, "example": self.data.example(), **given}
+        return Trainer(model, self.batches, epochs=epochs, lr=lr, **given)
 
     def rehearse(self, steps: int, *, trained: bool = False, **limits: float) -> Json:
         """Time a few steps of both trainings; nothing is written.
@@ -238,7 +244,7 @@ class Run:
         stages = {}
         if not (trained or is_published(settings)):
             epochs, lr = max(settings.baseline_epochs, 1), settings.baseline_lr
-            trainer = Trainer(self.new_network(), self.batches, settings, epochs=epochs, lr=lr)
+            trainer = self.trainer(self.new_network(), epochs, lr)
             stages["baseline"] = time_steps(trainer, steps)
         teacher = self.new_network() if settings.distill else None
         pruner, trainer = self._gated(self.new_network(), teacher, limits)
@@ -258,8 +264,7 @@ class Run:
                 f"than one batch."
             )
         make_folder(self.out)
-        seed = self.settings.seed + (_STAGES.index(stage) << 40)
-        torch.manual_seed(seed % 2**63)  # independent of what was drawn before
+        seed = self.seed(stage)
         checkpoint = self.out / f"{stage}.checkpoint"
         if checkpoint.exists():
             self._resume(trainer, checkpoint)
@@ -279,7 +284,14 @@ class Run:
                 saved = now
                 with replacing(checkpoint) as new, new.open("wb") as file:
                     torch.save(trainer.state(), file)
+        self.costs[stage] = trainer.training_macs
         wait_for_all()
+
+    def seed(self, stage: str) -> int:
+        """Seed a stage, independently of what was drawn before, and return the seed."""
+        seed = self.settings.seed + (_STAGES.index(stage) << 40)
+        torch.manual_seed(seed % 2**63)
+        return seed
 
     def _resume(self, trainer: Trainer, checkpoint: Path) -> None:
         try:
@@ -294,7 +306,7 @@ class Run:
         """Train for one epoch and return its row of the log."""
         row: Json = {"stage": stage, **trainer.epoch()}
         epoch = trainer.done // self.batches.per_epoch
-        row |= {"epoch": epoch, "epochs": trainer.epochs}
+        row |= {"epoch": epoch, "epochs": trainer.epochs, "training_macs": trainer.training_macs}
         if trainer.pruner is not None:
             last = trainer.pruner.history[-1]
             row |= {key: last[key] for key in _LOGGED}
@@ -321,7 +333,13 @@ class Run:
     def card(self, method: str, limits: Limits, baseline: float, pruned: Pruned) -> Json:
         """Return the card of this run; see `make_card`."""
         scores = make_card(self.settings, self.data, method, limits, baseline, pruned)
-        return {**scores, "commit": self.commit, **environment()}
+        return {**scores, **self.cost_entries(method), "commit": self.commit, **environment()}
+
+    def cost_entries(self, method: str) -> Json:
+        """Return what a card says about the cost of the training."""
+        needs_baseline = method not in FROM_SCRATCH or self.settings.distill > 0
+        costs = with_total(self.costs, needs_baseline=needs_baseline)
+        return {"training_macs": costs, "epoch_examples": self.batches.examples}
 
     def per_example(self, cost: Cost) -> Cost:
         """Return the cost of one example, given that of the traced batch."""
@@ -330,11 +348,12 @@ class Run:
     def finish(self, card: Json, small: nn.Module, teacher: nn.Module | None) -> Json:
         """Write the small model, fine-tune it if asked to, and write and return the card."""
         card["sha256"] = self._write_model(small, "small", card)
-        if self.settings.tune_epochs:
+        if self.settings.tune_epochs and card["method"] not in FROM_SCRATCH:
             self._fine_tune(small, teacher)
             score = {self.data.measure: self.score(small)}
             row = {**card["table"][-1], "stage": "after fine-tuning", **score}
             tuned = {**card, "table": [*card["table"], row], **score}
+            tuned |= self.cost_entries(card["method"])
             card = {**tuned, "sha256_tuned": self._write_model(small, "tuned", tuned)}
         if self.writes:
             write_json(self.out / "card.json", card)
@@ -343,16 +362,11 @@ class Run:
         return card
 
     def _fine_tune(self, small: nn.Module, teacher: nn.Module | None) -> None:
-        settings = dataclasses.replace(self.settings, warm_up=0.0)
-        trainer = Trainer(
-            small,
-            self.batches,
-            settings,
-            epochs=settings.tune_epochs,
-            lr=settings.tune_lr,
-            teacher=teacher,
-        )
-        self.train("tune", trainer)
+        wanted = self.settings
+        decay = wanted.weight_decay if wanted.tune_decay is None else wanted.tune_decay
+        settings = dataclasses.replace(wanted, warm_up=0.0, weight_decay=decay)
+        epochs, lr = settings.tune_epochs, settings.tune_lr
+        self.train("tune", self.trainer(small, epochs, lr, settings=settings, teacher=teacher))
 
     def _write_model(self, model: nn.Module, name: str, card: Json) -> str:
         """Write a file that `rebuild` reads, or a state dict if another library did the cutting.

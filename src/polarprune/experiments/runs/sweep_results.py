@@ -60,10 +60,10 @@ def _markdown(rows: list[Json], task: Task) -> str:
     """Return a table of budgets, and one of all trials if there are several for a budget."""
     budgets = list(dict.fromkeys(row["budget"] for row in rows))
     cells = [_mean_cells([row for row in rows if row["budget"] == one], task) for one in budgets]
-    parts = [_pipe_table(("budget", "MACs", "params", task.measure, "baseline", "runs"), cells)]
+    parts = [pipe_table(("budget", "MACs", "params", task.measure, "baseline", "runs"), cells)]
     if len(rows) > len(budgets):
         head = ("budget", "seed", "MACs", "params", task.measure, "Pareto front")
-        parts.append(_pipe_table(head, [_cells(row, task) for row in rows]))
+        parts.append(pipe_table(head, [_cells(row, task) for row in rows]))
     return "\n".join(parts)
 
 
@@ -83,6 +83,7 @@ def _cells(row: Json, task: Task) -> tuple[str, ...]:
     return f"{row['budget']:.2%}", str(row["seed"]), *costs, task.shown(row["score"]), front
 
 
-def _pipe_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def pipe_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """Return a table in Markdown."""
     lines = [head, tuple("---:" for _ in head), *rows]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)

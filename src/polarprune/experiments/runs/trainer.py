@@ -21,6 +21,7 @@ from ..methods.base import Groups, Method
 from ..processes import rank_and_count, share_buffers, sum_over_processes
 from ..settings import Settings
 from .cuda_graph import CapturedStep
+from .training_cost import macs_of_an_example
 
 
 class Trainer:
@@ -35,6 +36,7 @@ class Trainer:
         pruner: If given, it is attached to the optimizer.
         teacher: If given, the loss also compares with the outputs of a copy of it.
         method: Another pruning method, instead of a pruner.
+        example: A batch whose MACs are counted, for the cost of the training.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Trainer:
         pruner: Pruner | None = None,
         teacher: nn.Module | None = None,
         method: Method | None = None,
+        example: Tensor | None = None,
     ) -> None:
         self.model, self.batches, self.settings = model, batches, settings
         self.epochs, self.pruner, self.method = epochs, pruner, method or Method()
@@ -56,6 +59,9 @@ class Trainer:
         self.on_gpu = self.device.type == "cuda"
         self.steps = epochs * batches.per_epoch
         self.done = 0  # steps
+        self.example, self._spent = example, 0  # MACs of these steps, for one example of each
+        prunes = pruner is not None or method is not None
+        self._landing = settings.schedule.done if prunes else 0.0
         self._wrap()
         self._run_teacher = self._compiled(self.teacher) if self.teacher else None
         groups = self._param_groups(lr)
@@ -68,6 +74,17 @@ class Trainer:
         captured = self.on_gpu and alone and self.method.captured and batches.captured
         self._run_step = CapturedStep(self._step, captured)
         self._compactions = 0
+        self._count_macs()
+
+    def _count_macs(self) -> None:
+        """Count the MACs of a step at the present widths."""
+        given = self.example
+        self._macs = 0 if given is None else macs_of_an_example(self.model, self.teacher, given)
+
+    @property
+    def training_macs(self) -> int:
+        """The MACs of all steps so far; see `training_cost`."""
+        return self._spent * self.batches.examples // max(self.batches.per_epoch, 1)
 
     def _compiled(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
         """Return the model, compiled if the settings say so."""
@@ -114,7 +131,7 @@ class Trainer:
         self.sums += torch.stack([loss.detach(), self.batches.accuracy(output, y)])
 
     def _set_rate(self) -> None:
-        share = self.settings.rate(self.done / self.steps, self.epochs)
+        share = self.settings.rate(self.done / self.steps, self.epochs, self._landing)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate * share)
@@ -135,6 +152,7 @@ class Trainer:
             if replayed and self.pruner is not None:
                 self.pruner.replayed()
             self.done += 1
+            self._spent += self._macs
             self._follow_compaction()
         share_buffers(self.model)
         total = count * rank_and_count()[1]
@@ -147,6 +165,7 @@ class Trainer:
             self._compactions = self.pruner.compactions
             self._run_step.discard()
             self._wrap()
+            self._count_macs()
 
     def state(self) -> dict[str, Any]:
         """Return all that is needed to resume the training from here."""
@@ -156,6 +175,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "method": self.method.state(),
             "done": self.done,
+            "spent": self._spent,
             "random": torch.get_rng_state(),
             "random_gpu": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         }
@@ -165,6 +185,7 @@ class Trainer:
         if self.pruner is not None:
             self.pruner.load_state_dict(state["pruner"])  # first: it restores the widths
             self._compactions = self.pruner.compactions
+            self._count_macs()
         self.model.load_state_dict(state["model"])
         rates = [group["lr"] for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
@@ -172,7 +193,7 @@ class Trainer:
             group["lr"] = rate  # a graph may hold this tensor; its value is set at every step
         for name, tensor in self.method.state().items():
             tensor.copy_(state["method"][name])
-        self.done = state["done"]
+        self.done, self._spent = state["done"], state["spent"]
         torch.set_rng_state(state["random"].cpu())
         if state["random_gpu"] is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["random_gpu"].cpu())

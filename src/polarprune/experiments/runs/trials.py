@@ -15,10 +15,12 @@ from ...errors import PruneError
 from ..data.table import kind_of, open_data
 from ..data.task import Task
 from ..methods.base import Limits
+from ..methods.from_scratch import FROM_SCRATCH
 from ..presets import own_settings, preset
 from ..settings import Settings
 from .files import Json, read_json
-from .prune import prune
+from .prune import prune, train_small
+from .pruned_file import widths_in
 from .run import Progress, Run
 
 
@@ -39,6 +41,8 @@ class Trial:
         threads: Threads on the CPU; they change the rounding, so all trials have the same number.
         folder: The current folder, to which all paths are relative.
         tune_epochs: The number of epochs of fine-tuning.
+        shapes: File of the widths of `reinit`.
+        start: File of initial weights of the baseline.
     """
 
     network: str
@@ -53,6 +57,8 @@ class Trial:
     threads: int
     folder: str
     tune_epochs: int
+    shapes: str = ""
+    start: str = ""
 
     @property
     def name(self) -> str:
@@ -79,7 +85,9 @@ def run_trial(trial: Trial, progress: Progress) -> None:
     torch.set_num_threads(trial.threads)
     settings, data = prepare(trial.network, trial.data, trial.changes, trial.hold_out)
     run = Run(settings, data, Path(trial.out), device=trial.device, progress=progress)
-    run_to_end(run, trial.method, trial.limits, trial.hold_out, Path(trial.baseline))
+    start, shapes = (Path(file) if file else None for file in (trial.start, trial.shapes))
+    baseline = Path(trial.baseline)
+    run_to_end(run, trial.method, trial.limits, trial.hold_out, baseline, start, shapes)
 
 
 def prepare(network: str, data: str, changes: Json, hold_out: int) -> tuple[Settings, Task]:
@@ -104,6 +112,7 @@ def run_to_end(
     hold_out: int,
     baseline: Path | None,
     start: Path | None = None,
+    shapes: Path | None = None,
 ) -> Json:
     """Return the card of a run, which may be finished already, or the score of a baseline.
 
@@ -113,17 +122,34 @@ def run_to_end(
         limits: The budget; without one, only the baseline is trained.
         hold_out: The number of training examples to score on, for `run.json`.
         baseline: Weights of the original network; trained and written there if absent.
-        start: Initial weights of a baseline.
+        start: Initial weights of a baseline, or of the network of `thin` and `reinit`.
+        shapes: File of the widths of `reinit`.
+        start: File of initial weights of the baseline.
     """
+    widths = checked_shapes(method, shapes)
     run.claim({"method": method, "budget": limits, "hold_out": hold_out})
     done = run.finished() if limits else None
     if done is not None:
         return done
     run.check(limits, baseline)
+    if limits and method in FROM_SCRATCH:
+        model = run.baseline(baseline)
+        return train_small(run, model, method, limits, start, widths)
     model = run.baseline(baseline, start)
     if limits:
         return prune(run, model, method, **limits)
     return {"stage": "baseline", run.data.measure: run.score(model)}
+
+
+def checked_shapes(method: str, shapes: Path | None) -> Json | None:
+    """Return the widths in a file for `reinit`, which needs one; no other method takes one."""
+    if (method == "reinit") != (shapes is not None):
+        raise PruneError(
+            f"--shapes: {method} has no use for it. Leave it out."
+            if shapes
+            else "reinit: give the widths of a pruned network, as --shapes FILE."
+        )
+    return None if shapes is None else widths_in(shapes)
 
 
 Show = Callable[[str, dict[str, Any]], None]

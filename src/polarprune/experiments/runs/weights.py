@@ -12,11 +12,11 @@ from ...errors import PruneError
 from ...files.writing import replacing, write_tensors
 
 
-def write_weights(model: nn.Module, file: Path) -> None:
-    """Write the state dict of a model as safetensors."""
+def write_weights(model: nn.Module, file: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write the state dict of a model as safetensors, with notes if there are any."""
     tensors = {k: v.cpu().contiguous() for k, v in model.state_dict().items()}
     with replacing(file) as new:
-        write_tensors(tensors, new)
+        write_tensors(tensors, new, metadata)
 
 
 def read_weights(file: Path) -> dict[str, Tensor]:

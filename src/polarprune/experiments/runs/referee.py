@@ -1,0 +1,141 @@
+"""The trials of a referee: ours, thin networks, and other methods, as equals.
+
+All have the same data, teacher and seeds, and start from the same baseline. The epochs are chosen
+for each so that all epochs together are as many as ours, or that the whole training costs as much
+(`training_cost`). Other methods cut after half of them, `magnitude` and `random` after the first,
+and are fine-tuned for the others. Ours and `l0` have the final shape in the second half already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import nn
+
+from ...errors import PruneError
+from ..methods.base import Limits
+from ..methods.from_scratch import FROM_SCRATCH
+from ..methods.table import METHODS
+from ..settings import Settings
+from .files import Json, read_json
+from .run import Run
+from .training_cost import scratch_epochs, tune_epochs
+from .trials import Trial
+
+OURS = "gdp"
+CONTROLS = (*FROM_SCRATCH, *METHODS)
+EQUALS = ("cost", "epochs")
+_UNTRAINED = ("magnitude", "random")  # which a training before the cut does not help
+_LANDING = ("l0",)  # whose cost falls along the path of ours, so that its weights can adapt
+
+
+class Entry(NamedTuple):
+    """A row of the comparison.
+
+    Attributes:
+        method: "gdp" or one of `CONTROLS`.
+        equal: What it has in common with ours, one of `EQUALS`; empty for ours.
+    """
+
+    method: str
+    equal: str = ""
+
+    @property
+    def folder(self) -> str:
+        """How the names of its folders start."""
+        return "-".join(filter(None, ("ours" if self.method == OURS else self.method, self.equal)))
+
+
+def entries(methods: Sequence[str], equals: Sequence[str]) -> list[Entry]:
+    """Return the rows of the comparison, ours first.
+
+    Args:
+        methods: Some of `CONTROLS`.
+        equals: Some of `EQUALS`.
+
+    Raises:
+        PruneError: There is no such control, or nothing to make equal.
+    """
+    for given, known, option in ((methods, CONTROLS, "--methods"), (equals, EQUALS, "--equal")):
+        wrong = [one for one in given if one not in known]
+        if wrong or not given:
+            text = ",".join(wrong)
+            raise PruneError(f"{option} {text}: give some of {', '.join(known)}.")
+    return [Entry(OURS), *(Entry(method, equal) for method in methods for equal in equals)]
+
+
+def trial_of(base: Trial, entry: Entry, seed: int, changes: Json) -> Trial:
+    """Return the trial of an entry and a seed, with some settings of its own."""
+    out = Path(base.out, f"{entry.folder}-seed-{seed}")
+    tuned = int(changes.get("tune_epochs", base.tune_epochs))
+    shapes = Path(base.out, f"{Entry(OURS).folder}-seed-{seed}", "card.json")
+    return replace(
+        base,
+        method=entry.method,
+        changes={**base.changes, **changes, "seed": seed},
+        out=str(out),
+        tune_epochs=tuned,
+        shapes=str(shapes) if entry.method == "reinit" else "",
+        start="",  # it is for the baseline
+    )
+
+
+def control_trial(base: Trial, entry: Entry, seed: int, settings: Settings) -> Trial:
+    """Return the trial of a control; ours with the same seed is finished.
+
+    Args:
+        base: What all trials have in common.
+        entry: The row of the control.
+        seed: The seed.
+        settings: The settings of ours.
+    """
+    ours = read_json(Path(base.folder, trial_of(base, Entry(OURS), seed, {}).out, "card.json"))
+    return trial_of(base, entry, seed, epochs_of(entry, settings, base.changes, ours))
+
+
+def epochs_of(entry: Entry, settings: Settings, given: Json, ours: Json) -> Json:
+    """Return the settings in which a control differs from ours.
+
+    Args:
+        entry: The row of the control.
+        settings: The settings of ours.
+        given: What the user changed of them; a given rate of fine-tuning is kept.
+        ours: The card of ours.
+    """
+    at_cost = entry.equal == "cost"
+    if entry.method in FROM_SCRATCH:
+        return {"scratch_epochs": scratch_epochs(ours) if at_cost else 0}
+    before = epochs_before_cut(entry.method, settings)
+    after = settings.epochs + settings.tune_epochs - before
+    if at_cost:
+        after = tune_epochs(ours, before)
+    rate = settings.tune_lr if "tune_lr" in given else settings.lr
+    return {"epochs": before, "tune_epochs": after, "tune_lr": rate}
+
+
+def epochs_before_cut(method: str, settings: Settings) -> int:
+    """Return the epochs that another method trains before it cuts."""
+    if method in _LANDING:
+        return settings.epochs
+    return 1 if method in _UNTRAINED else max(1, settings.epochs // 2)
+
+
+def obstacle(run: Run, method: str, limits: Limits) -> str:
+    """Return why a method cannot prune this network, or an empty text.
+
+    It prunes a network with new weights: better now than after hours of training.
+
+    Args:
+        run: The run of ours.
+        method: One of `METHODS`.
+        limits: The budget.
+    """
+    model: nn.Module = run.new_network()
+    try:
+        METHODS[method](model, run.data.example(), run.settings, 1, limits).cut(model)
+    except Exception as error:  # another library may raise anything
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return ""
