@@ -210,8 +210,15 @@ def test_an_interrupted_run_on_own_data_ends_like_an_uninterrupted_one(
     for out, interrupted in ((tmp_path / "whole", False), (tmp_path / "parts", True)):
         given = [f"{HELPER}:Own", "--data", f"{HELPER}:loaders", "--out", str(out)]
         if interrupted:
-            settings = Settings(f"{HELPER}:Own", "own", epochs=3, baseline_epochs=2, batch=12,
-                                baseline_lr=0.05, lr=0.05)  # fmt: skip
+            settings = Settings(
+                f"{HELPER}:Own",
+                "own",
+                epochs=3,
+                baseline_epochs=2,
+                batch=12,
+                baseline_lr=0.05,
+                lr=0.05,
+            )
             run = Run(settings, open_own(f"{HELPER}:loaders"), out, progress=stopped)
             run.claim({"method": "gdp", "budget": {"macs": 0.5}, "hold_out": 0})
             with pytest.raises(KeyboardInterrupt):
@@ -251,8 +258,9 @@ def test_a_model_of_timm_is_rebuilt_without_its_factory(tmp_path: Path) -> None:
     )
     found = json.loads(timed.stdout)["models"]
     assert found["test_resnet"]["macs"] > found["small.safetensors"]["macs"]
-    assert all(one["quartiles"][0] <= one["milliseconds"] <= one["quartiles"][1]
-               for one in found.values())  # fmt: skip
+    assert all(
+        one["quartiles"][0] <= one["milliseconds"] <= one["quartiles"][1] for one in found.values()
+    )
 
 
 @pytest.mark.parametrize(

@@ -161,8 +161,10 @@ CARD = {
 def test_epochs_of_controls_are_worked_out_by_hand() -> None:
     """Ours has 20 + 20 epochs of 300 MACs for each example; a small network costs 120."""
     settings = own_settings("x:y", "own", epochs=20, baseline_epochs=20, lr=0.1)
-    cost = {method: epochs_of(Entry(method, "cost"), settings, {}, CARD) for method in
-            ("thin", "magnitude", "torch-pruning")}  # fmt: skip
+    cost = {
+        method: epochs_of(Entry(method, "cost"), settings, {}, CARD)
+        for method in ("thin", "magnitude", "torch-pruning")
+    }
     assert cost["thin"] == {"scratch_epochs": 40 * 300 // 120}
     assert cost["magnitude"] == {"epochs": 1, "tune_epochs": round(19 * 2.5), "tune_lr": 0.1}
     assert cost["torch-pruning"] == {"epochs": 10, "tune_epochs": 25, "tune_lr": 0.1}

@@ -856,8 +856,11 @@ def test_a_plain_run_to_the_end_waits_for_its_lambda(tmp_path: Path) -> None:
 
 def comparisons() -> list[experiments.Experiment]:
     """The runs against thin networks and other methods, which are not the paper's."""
-    return [*experiments.worth().values(), *experiments.tiny().values(),
-            *experiments.transfer().values()]  # fmt: skip
+    return [
+        *experiments.worth().values(),
+        *experiments.tiny().values(),
+        *experiments.transfer().values(),
+    ]
 
 
 def test_the_experiments_are_those_of_the_paper(capsys: pytest.CaptureFixture[str]) -> None:

@@ -214,10 +214,14 @@ def planned(folder: Path, name: str) -> None:
     content = {**recipe, "budget": {"macs": 0.5}}
     (folder / name / "run.json").write_text(json.dumps(content))
     rows = {
-        epoch: {"stage": "prune", "epoch": epoch, "macs": 1 - 0.5 * share(0, epoch),
-                "recalibrated_loss": 1.0}
+        epoch: {
+            "stage": "prune",
+            "epoch": epoch,
+            "macs": 1 - 0.5 * share(0, epoch),
+            "recalibrated_loss": 1.0,
+        }
         for epoch in range(1, 11)
-    }  # fmt: skip
+    }
     write_rows(folder / name, rows)
 
 

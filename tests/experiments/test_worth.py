@@ -101,8 +101,11 @@ def test_all_comparisons_run_and_are_equal(small: dict[str, Experiment], tmp_pat
         "tiny-imagenet": f"tiny-imagenet:{tiny_imagenet.written(tmp_path / 'tiny')}",
     }
     given = argparse.Namespace(
-        results=tmp_path / "results", runs=tmp_path / "runs", zoo=tmp_path / "zoo", set=[],
-    )  # fmt: skip
+        results=tmp_path / "results",
+        runs=tmp_path / "runs",
+        zoo=tmp_path / "zoo",
+        set=[],
+    )
     waiting = experiments.wanted([])
     while waiting:
         able = [name for name in waiting if experiments.ready(name, given)]
@@ -115,8 +118,9 @@ def test_all_comparisons_run_and_are_equal(small: dict[str, Experiment], tmp_pat
             assert done.exit_code == 0, (name, done.output)
             experiments.keep(name, given)
             waiting.remove(name)
-    cards = {path.parent.name: json.loads(path.read_text())
-             for path in given.results.glob("*/card.json")}  # fmt: skip
+    cards = {
+        path.parent.name: json.loads(path.read_text()) for path in given.results.glob("*/card.json")
+    }
     ours = cards["tiny-own-50-ours-seed0"]["training_macs"]["total"]
     assert cards["tiny-own-50-thin-cost-seed0"]["training_macs"]["total"] == pytest.approx(
         ours, rel=0.12
@@ -171,8 +175,10 @@ def test_a_comparison_is_a_table_a_figure_and_a_verdict(
     assert rows.count("\n") == 3 and "| 94.51% ± 0.01% |  | 3 |" in rows
     assert "| thin | cost | 46.55% |" in rows and "| +0.50 ± 0.02 points | 3 |" in rows
     assert said.startswith("Pruning was worth it: at equal training cost")
-    assert said.endswith("Not run yet: l0, thin epochs, reinit cost, reinit epochs, "
-                         "torch-pruning cost, torch-pruning epochs.")  # fmt: skip
+    assert said.endswith(
+        "Not run yet: l0, thin epochs, reinit cost, reinit epochs, "
+        "torch-pruning cost, torch-pruning epochs."
+    )
     assert "At 34.36 % of the MACs: not run yet." in parts and "![worth]" not in parts[-1]
     drawn = worth.figure(tmp_path)
     drawn.savefig(tmp_path / "worth.png")

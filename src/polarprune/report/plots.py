@@ -226,12 +226,27 @@ def save_comparison(
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
     for place, row in enumerate(rows):
         colour = BLUE if place == 0 else MUTED
-        left.errorbar(row["score"], place, xerr=row["deviation"], fmt="|", ms=14, mew=2.2,
-                      capsize=0, lw=1.4, color=colour)  # fmt: skip
+        left.errorbar(
+            row["score"],
+            place,
+            xerr=row["deviation"],
+            fmt="|",
+            ms=14,
+            mew=2.2,
+            capsize=0,
+            lw=1.4,
+            color=colour,
+        )
         left.plot(row["scores"], [place] * len(row["scores"]), "o", ms=4, color=colour, alpha=0.5)
         right.barh(place, row["relative_cost"], 0.55, color=colour)
-        right.text(row["relative_cost"], place, f" {row['relative_cost']:.2f}", va="center",
-                   fontsize=9, color=INK)  # fmt: skip
+        right.text(
+            row["relative_cost"],
+            place,
+            f" {row['relative_cost']:.2f}",
+            va="center",
+            fontsize=9,
+            color=INK,
+        )
     left.axvline(rows[0]["baseline"], color=ORANGE, ls="--", lw=1)
     left.set_title(f"dashed: original network, {shown(rows[0]['baseline'])}", fontsize=9, color=INK)
     left.set_yticks(range(len(rows)), [row["name"] for row in rows])

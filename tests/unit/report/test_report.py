@@ -318,8 +318,9 @@ def test_odd_widths_are_named_with_the_remedy() -> None:
 def test_a_run_with_multiples_of_8_has_no_odd_widths() -> None:
     found = []
     for multiple in (1, 8):
-        pruner = Pruner(DigitsNet(32), torch.rand(4, 1, 8, 8), macs=0.6, steps=4,
-                        multiple_of=multiple)  # fmt: skip
+        pruner = Pruner(
+            DigitsNet(32), torch.rand(4, 1, 8, 8), macs=0.6, steps=4, multiple_of=multiple
+        )
         for _ in range(4):
             pruner.step()
         found.append(odd_widths(pruner.report()))
