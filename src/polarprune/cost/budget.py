@@ -119,6 +119,11 @@ class Budget:
             b = b + own_b * (weight / self.original[key])
         return q, b
 
+    def savings(self, n: Tensor) -> Tensor:
+        """Return for each group by how much one block less would lower the excess."""
+        fewer = n - torch.diag(torch.minimum(self.multiple.double(), n))
+        return self.excess(n) - self.excess(fewer)
+
     def price(self, n: Tensor) -> Tensor:
         """Return the price of a channel of each group at widths `n`."""
         q, b = self.combined(n)
@@ -264,9 +269,7 @@ class Budget:
 
     def _largest_saving(self, n: Tensor) -> float:
         """Return what the costliest block saves, of blocks with more than one unit."""
-        fewer = n - torch.diag(torch.minimum(self.multiple.double(), n))
-        saved = self.excess(n) - self.excess(fewer)
-        return float((saved * (self.multiple > 1)).max())
+        return float((self.savings(n) * (self.multiple > 1)).max())
 
     def _next_to_close(self, n: Tensor, blocks: Blocks) -> list[int]:
         """Return blocks to close in order while the excess stays positive.
