@@ -138,6 +138,11 @@ class Budget:
             b = b + own_b * (weight / self.original[key])
         return q, b
 
+    def savings(self, n: Tensor) -> Tensor:
+        """Return for each family by how much one block less would lower the excess."""
+        fewer = n - self.families.totals(torch.diag(torch.minimum(self.multiple.double(), n)))
+        return self.excess(n) - self.excess(fewer)
+
     def price(self, n: Tensor) -> Tensor:
         """Return the price of a channel of each group at widths `n`."""
         q, b = self.combined(n)
@@ -300,10 +305,8 @@ class Budget:
 
     def _largest_saving(self, n: Tensor) -> float:
         """Return what the costliest block saves, of blocks with more than one unit."""
-        fewer = n - self.families.totals(torch.diag(torch.minimum(self.multiple.double(), n)))
-        saved = self.excess(n) - self.excess(fewer)
         is_large = self._by_family.multiple * self.families.sizes > 1
-        return float((saved * is_large).max())
+        return float((self.savings(n) * is_large).max())
 
     def _next_to_close(self, n: Tensor, blocks: Blocks) -> list[int]:
         """Return blocks to close in order while the excess stays positive; n: of families.

@@ -4,10 +4,11 @@ Computed one by one, the gates of every weight take some twenty small kernels a 
 network on an accelerator waits for launching these longer than it computes. `FusedGates` therefore
 runs before the network's forward:
 
-- In a small network it computes all gated weights at once. One vector of all gate values is
-  indexed along the elements of all weights (`Layout`), and the layers take the finished weights.
-- In a large network (`LIMIT`) the index would need too much memory, and on a CPU more time than it
-  saves. There it computes only the gates at once, and each layer multiplies its own weight.
+- In a small network on an accelerator it computes all gated weights at once, and the layers take
+  the finished weights.
+- In a large network (`LIMIT`) that would need too much memory, and on a CPU more time than it
+  saves. There it computes the gates at once, and on a CPU the small weights; each layer multiplies
+  its own weight otherwise.
 
 The values are the same as those that each layer computes by itself. Each layer does that where
 fusing is impossible: in compiled code, for example.
@@ -25,10 +26,11 @@ from torch.nn.utils.parametrize import ParametrizationList
 from ..torch_internals.markers import gate_part
 from .folding import drop_hooks, drop_hooks_of
 from .gate import Gate, GatedWeight, gate_slope, gate_value
+from .gated_inputs import SMALL_WEIGHT
+from .weight_factors import ElementFactors, Factors, RowFactors
 
-LIMIT = 2**24  # elements of weights above which only gates are computed together
+LIMIT = 2**24  # elements of weights above which an accelerator computes only gates together
 SLOW_TO_LAUNCH = {"cuda", "xpu", "mps"}  # devices on which launching a kernel takes long
-_RUN = 64  # elements that are added up in one row
 
 
 @gate_part
@@ -49,41 +51,69 @@ class FusedGates:
         self.readers = [[number[id(gate)] for gate in part.gates] for part in self.parts]
         for slot, part in enumerate(self.parts):
             part.fused, part.slot = self, slot
+        sizes = torch.tensor([len(gate.alpha) for gate in self.gates], device="cpu")
+        self.owner = torch.arange(len(sizes), device="cpu").repeat_interleave(sizes)
         count = sum(site.original.numel() for site in sites)
-        self.large = count > LIMIT or sites[0].original.device.type not in SLOW_TO_LAUNCH
-        self._layout: Layout | None = None
+        slow = sites[0].original.device.type in SLOW_TO_LAUNCH
+        self.by_element = slow and count <= LIMIT
+        self.slots = self._slots(slow)  # whose weights are computed together
+        self._factors: Factors | None = None
         self._clear()
+
+    def _slots(self, slow: bool) -> list[int]:
+        """Return the slots of the weights to compute together."""
+        if slow:
+            return list(range(len(self.sites))) if self.by_element else []
+        pairs = enumerate(zip(self.sites, self.parts, strict=True))
+        return [
+            slot
+            for slot, (site, part) in pairs
+            if part.simple and part.axis == 1 and site.original.numel() < SMALL_WEIGHT
+        ]
 
     def _clear(self) -> None:
         """Forget the results of the last forward."""
         self.weights: list[Tensor] = []
-        self.ready: tuple[Tensor, ...] = ()  # gated weights; in a large network, gate values
+        self.values: tuple[Tensor, ...] = ()  # of the gates
+        self.ready: dict[int, Tensor] = {}  # gated weights, by slot
         self.alone: set[int] = set()  # slots whose layer computes its weight by itself
         self.running = False  # whether the network's forward is running
         self.learns = False  # whether it records gradients
 
     def __getstate__(self) -> dict[str, object]:
         """Leave the results of a forward out of copies."""
-        other = vars(self) | {"weights": [], "ready": (), "alone": set(), "_layout": None}
-        return {**other, "running": False}
+        other = vars(self) | {"weights": [], "values": (), "ready": {}, "alone": set()}
+        return {**other, "_factors": None, "running": False}
 
     def __call__(self, model: nn.Module, args: object) -> None:
-        """Compute the gated weights (or the gates) before the network's forward."""
+        """Compute the gates, and weights with them, before the network's forward."""
         if torch.compiler.is_compiling():
             return
         self._clear()
         weights: list[Tensor] = [site.original for site in self.sites]
-        if not _can_fuse(weights):
+        if not _can_fuse(weights) or (self.by_element and not all(map(_is_dense, weights))):
             return
         alphas = [gate.alpha for gate in self.gates]
-        eps = torch.stack([gate.eps for gate in self.gates])
-        if self.large:
-            self.ready = _Values.apply(eps, *alphas)  # type: ignore[no-untyped-call]
-        else:
-            if self._layout is None or not self._layout.fits(weights):
-                self._layout = Layout(weights, self.parts, self.gates, self.readers)
-            self.ready = _Multiply.apply(self._layout, eps, *alphas, *weights)  # type: ignore[no-untyped-call]
+        self.owner = self.owner.to(alphas[0].device)
+        eps = torch.stack([gate.eps for gate in self.gates])[self.owner]
+        self.values = _Values.apply(eps, *alphas)  # type: ignore[no-untyped-call]
+        if self.slots:
+            mine = [weights[slot] for slot in self.slots]
+            factors = self._factors_for(mine)
+            made = _Multiply.apply(factors, len(alphas), *self.values, *mine)  # type: ignore[no-untyped-call]
+            self.ready = dict(zip(self.slots, made, strict=True))
         self.weights, self.learns, self.running = weights, torch.is_grad_enabled(), True
+
+    def _factors_for(self, weights: list[Tensor]) -> Factors:
+        """Return how gates lie along the weights of `slots`."""
+        found, readers = self._factors, [self.readers[slot] for slot in self.slots]
+        if not self.by_element:
+            found = found or RowFactors(readers)
+        elif not isinstance(found, ElementFactors) or not found.fits(weights):
+            sizes = [len(gate.alpha) for gate in self.gates]
+            found = ElementFactors(weights, self.parts, sizes, readers)
+        self._factors = found
+        return found
 
     def end(self) -> None:
         """End a forward. Results that need gradients stay: backward may run parts again."""
@@ -93,19 +123,25 @@ class FusedGates:
 
     def take(self, slot: int, weight: Tensor) -> Tensor | None:
         """Return the gated weight of a slot, or None if its layer has to compute it."""
-        if not self.ready or weight is not self.weights[slot]:
+        return self.ready.get(slot) if self._is_usable(slot, weight) else None
+
+    def values_for(self, slot: int, weight: Tensor) -> list[Tensor] | None:
+        """Return the values of the gates of a slot, or None if its layer has to compute them."""
+        if not self._is_usable(slot, weight):
             return None
+        return [self.values[k] for k in self.readers[slot]]
+
+    def _is_usable(self, slot: int, weight: Tensor) -> bool:
+        """Return whether the results of the last forward are those that a layer needs now."""
+        if not self.weights or weight is not self.weights[slot]:
+            return False
         if not self.running and torch._C._current_graph_task_id() == -1:  # not in backward
-            return None
+            return False
         if torch.is_grad_enabled() != self.learns:
             # torch.utils.checkpoint runs a part without gradients first. Its second run, in
             # backward, has to perform the same operations.
             self.alone.add(slot)
-        if slot in self.alone:
-            return None
-        if self.large:
-            return self.parts[slot].times(weight, [self.ready[k] for k in self.readers[slot]])
-        return self.ready[slot]
+        return slot not in self.alone
 
 
 @gate_part
@@ -169,82 +205,6 @@ def _is_dense(weight: Tensor) -> bool:
     return reach + 1 == weight.numel()
 
 
-class Layout:
-    """Which gate belongs to which element of all weights, in the order of memory.
-
-    Gates are numbered over all gate vectors. The number after the last one stands for frozen
-    channels, whose factor is 1.
-
-    Attributes:
-        readers: For each weight, the gate vectors that it reads.
-        forms: Shape and strides of each weight.
-        sizes: Number of channels of each gate vector.
-        index: For each element of all weights, the number of its gate.
-        first, second: Two steps of the sum over the elements of each gate, see `_runs`.
-        owner: For each gate, the number of its gate vector.
-    """
-
-    def __init__(
-        self,
-        weights: list[Tensor],
-        parts: list[GatedWeight],
-        gates: list[Gate],
-        readers: list[list[int]],
-    ) -> None:
-        self.readers = readers
-        self.forms = [(weight.shape, weight.stride()) for weight in weights]
-        self.device = weights[0].device
-        self.sizes = [len(gate.alpha) for gate in gates]
-        with torch.device("cpu"):  # whatever the user's default device is
-            index = torch.cat(
-                [self._index(*one) for one in zip(weights, parts, readers, strict=True)]
-            )
-            first, second = _runs(index, sum(self.sizes))
-            owner = torch.arange(len(gates)).repeat_interleave(torch.tensor(self.sizes))
-        self.index, self.first, self.second, self.owner = (
-            x.to(self.device) for x in (index, first, second, owner)
-        )
-
-    def _index(self, weight: Tensor, part: GatedWeight, reads: list[int]) -> Tensor:
-        """Return the number of the gate of each element of one weight, in the order of memory."""
-        offsets = _offsets(self.sizes)
-        numbers = [torch.arange(self.sizes[gate]) + offsets[gate] for gate in reads]
-        numbers.append(torch.tensor([sum(self.sizes)]))  # unit -1: a frozen channel
-        shape = [1] * weight.dim()
-        shape[part.axis] = -1
-        along_axis = torch.cat(numbers)[part.units.cpu()].reshape(shape)
-        form = torch.empty_strided(weight.shape, weight.stride(), dtype=torch.long)
-        return _flat(form.copy_(along_axis))
-
-    def fits(self, weights: list[Tensor]) -> bool:
-        """Return whether the layout was made for weights of these shapes, strides and device."""
-        forms = [(weight.shape, weight.stride()) for weight in weights]
-        return forms == self.forms and weights[0].device == self.device
-
-    def spread(self, values: Tensor) -> list[Tensor]:
-        """Turn one value for each gate into a factor for each element of each weight."""
-        wide = torch.cat([values, values.new_ones(1)]).index_select(0, self.index)
-        starts = _offsets([shape.numel() for shape, _ in self.forms])
-        pairs = zip(self.forms, starts, strict=True)
-        return [wide.as_strided(shape, stride, start) for (shape, stride), start in pairs]
-
-    def gather(self, tensors: list[Tensor]) -> Tensor:
-        """Return for each gate the sum of all elements that belong to it, over all tensors."""
-        for places in (self.first, self.second):
-            flat = torch.cat([*map(_flat, tensors), tensors[0].new_zeros(1)])
-            tensors = [flat[places].sum(1)]
-        return tensors[0]
-
-    def like(self, slot: int, tensor: Tensor) -> Tensor:
-        """Return a tensor with the strides of the weight of a slot."""
-        shape, stride = self.forms[slot]
-        if tensor.stride() == stride:
-            return tensor
-        return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(
-            tensor
-        )
-
-
 class _Values(torch.autograd.Function):
     """Compute all gates.
 
@@ -254,11 +214,10 @@ class _Values(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, eps: Tensor, *alphas: Tensor) -> tuple[Tensor, ...]:
-        ctx.sizes = [len(alpha) for alpha in alphas]
-        ctx.eps = _each(eps, ctx.sizes)
+        ctx.sizes, ctx.eps = [len(alpha) for alpha in alphas], eps
         ctx.alphas, ctx.versions = alphas, [alpha._version for alpha in alphas]
         ctx.set_materialize_grads(False)
-        values: tuple[Tensor, ...] = gate_value(torch.cat(alphas), ctx.eps).split(ctx.sizes)
+        values: tuple[Tensor, ...] = gate_value(torch.cat(alphas), eps).split(ctx.sizes)
         return values
 
     @staticmethod
@@ -273,12 +232,6 @@ class _Values(torch.autograd.Function):
         return (None, *found)
 
 
-def _each(numbers: Tensor, sizes: list[int]) -> Tensor:
-    """Repeat the number of each gate vector for each of its channels, without a device sync."""
-    parts = [number.expand(size) for number, size in zip(numbers.unbind(), sizes, strict=True)]
-    return torch.cat(parts)
-
-
 def _check(tensors: Sequence[Tensor], versions: list[int], used: Iterable[int]) -> None:
     """Raise if one of the used tensors was changed in place since the forward pass."""
     if any(tensors[k]._version != versions[k] for k in used):
@@ -289,81 +242,29 @@ def _check(tensors: Sequence[Tensor], versions: list[int], used: Iterable[int]) 
 
 
 class _Multiply(torch.autograd.Function):
-    """Multiply all weights by their gates. Stores tensors on `ctx` as `_Values` does."""
+    """Multiply weights by their gates. Stores tensors on `ctx` as `_Values` does."""
 
     @staticmethod
-    def forward(ctx: Any, layout: Layout, eps: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        count = len(layout.sizes)
-        alphas, weights = list(tensors[:count]), list(tensors[count:])
-        ctx.layout, ctx.eps = layout, eps
-        ctx.alphas, ctx.weights = alphas, weights
-        ctx.versions = [tensor._version for tensor in tensors]
+    def forward(ctx: Any, factors: Factors, gates: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.factors, ctx.values, ctx.weights = factors, tensors[:gates], tensors[gates:]
+        ctx.versions = [weight._version for weight in ctx.weights]
         ctx.set_materialize_grads(False)
-        values = gate_value(torch.cat(alphas), eps[layout.owner]).to(weights[0].dtype)
-        return tuple(torch._foreach_mul(weights, layout.spread(values)))
+        return tuple(torch._foreach_mul(ctx.weights, factors.spread(ctx.values, ctx.weights)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        layout, tensors = ctx.layout, [*ctx.alphas, *ctx.weights]
+        factors, weights = ctx.factors, ctx.weights
         used = [slot for slot, grad in enumerate(grads) if grad is not None]
-        read = {gate for slot in used for gate in layout.readers[slot]}
-        _check(tensors, ctx.versions, [*read, *(len(ctx.alphas) + slot for slot in used)])
-        flat, eps = torch.cat(ctx.alphas), ctx.eps[layout.owner]
-        values = gate_value(flat, eps)  # recomputed, so that it has gradients of its own
-        factors = layout.spread(values.to(ctx.weights[0].dtype))
-        mine = [layout.like(slot, grads[slot]) for slot in used]
-        scaled = torch._foreach_mul(mine, [factors[slot] for slot in used])
-        made = torch._foreach_mul(mine, [ctx.weights[slot] for slot in used])
-        products = dict(zip(used, made, strict=True))
-        parts = [
-            products[slot] if slot in products else torch.zeros_like(weight)
-            for slot, weight in enumerate(ctx.weights)
-        ]
-        summed = layout.gather(parts)
-        slopes = gate_slope(flat, eps)
-        pulls = (summed.to(flat.dtype) * slopes).split(layout.sizes)
-        found: list[Tensor | None] = [None] * len(tensors)
-        for gate in read:
-            found[gate] = pulls[gate]
-        for slot, grad in zip(used, scaled, strict=True):
-            found[len(ctx.alphas) + slot] = grad
+        _check(weights, ctx.versions, used)
+        rows = factors.spread(ctx.values, weights)
+        mine = [factors.like(slot, grads[slot]) for slot in used]
+        scaled = torch._foreach_mul(mine, [rows[slot] for slot in used])
+        products: list[Tensor | None] = [None] * len(weights)
+        found: list[Tensor | None] = [None] * (len(ctx.values) + len(weights))
+        made = torch._foreach_mul(mine, [weights[slot] for slot in used])
+        for slot, grad, product in zip(used, scaled, made, strict=True):
+            found[len(ctx.values) + slot], products[slot] = grad, product
+        summed = factors.gather(products)
+        for gate in {gate for slot in used for gate in factors.readers[slot]}:
+            found[gate] = summed[gate].to(ctx.values[gate].dtype)
         return (None, None, *found)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """Return the elements of a dense tensor as a vector, in the order of memory."""
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def _offsets(sizes: list[int]) -> list[int]:
-    """Return where each part starts if parts of these sizes are concatenated."""
-    return [sum(sizes[:k]) for k in range(len(sizes))]
-
-
-def _runs(index: Tensor, gates: int) -> tuple[Tensor, Tensor]:
-    """Return two index matrices that sum the elements of each gate without atomic additions.
-
-    Row by row, the first adds up to `_RUN` elements of one gate; the second adds all those sums of
-    one gate. The order of additions is fixed, so results are the same in every run. An index one
-    past the end stands for zero.
-    """
-    order = index.argsort(stable=True)
-    order = order[index[order] < gates]
-    label = index[order]
-    counts = torch.bincount(label, minlength=gates)
-    rank = torch.arange(len(label)) - (counts.cumsum(0) - counts)[label]
-    pieces, row = torch.stack([label, rank // _RUN]).unique(dim=1, return_inverse=True)
-    first = torch.cat([order, torch.tensor([len(index)])])[_padded(row, pieces.shape[1])]
-    return first, _padded(pieces[0], gates)
-
-
-def _padded(row: Tensor, rows: int) -> Tensor:
-    """Return a matrix with the positions of the elements of each row; `row` is sorted.
-
-    Short rows are filled with the position one past the end.
-    """
-    counts = torch.bincount(row, minlength=rows)
-    column = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]
-    matrix = torch.full((rows, int(counts.max())), len(row))
-    matrix[row, column] = torch.arange(len(row))
-    return matrix

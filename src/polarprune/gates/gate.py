@@ -130,10 +130,13 @@ def _check(size: object, axis: object, dtype: object) -> None:
 
 
 class ReadyWeights(Protocol):
-    """The part of `FusedGates` that a gated weight uses: all gated weights, computed together."""
+    """The part of `FusedGates` that a gated weight uses: what was computed for all together."""
 
     def take(self, slot: int, weight: Tensor) -> Tensor | None:
         """Return the gated weight at index `slot`, or None if it is not computed yet."""
+
+    def values_for(self, slot: int, weight: Tensor) -> list[Tensor] | None:
+        """Return the values of its gates, or None if they are not computed yet."""
 
 
 @gate_part
@@ -194,7 +197,7 @@ class GatedWeight(nn.Module):
             ready = None if self.fused is None else self.fused.take(self.slot, weight)
             if ready is not None:
                 return ready
-        return self.times(weight, values_of(self.gates))
+        return weight * self.factors(self.axis, weight, weight)
 
     def skip_once(self) -> None:
         """Let this thread read the weight once without gates: it has gated the input instead."""
@@ -204,27 +207,35 @@ class GatedWeight(nn.Module):
         """Undo `skip_once` if the weight was not read."""
         self._skipped_by = 0
 
-    def times(self, weight: Tensor, values: list[Tensor]) -> Tensor:
-        """Return the weight multiplied by these values of its gates."""
-        if self.simple:
-            factors = values[0].to(weight.dtype)
-            if self.axis == 1 and weight.shape[2:].numel() > 1 and weight.is_contiguous():
-                return _times_rows(weight, factors)
-            shape = [1] * weight.dim()
-            shape[self.axis] = -1
-            return weight * factors.reshape(shape)
-        laid = spread(torch.cat(values), self.units, self.axis, weight.dim())
-        return weight * laid.to(weight.dtype)
+    def factors(self, axis: int, tensor: Tensor, weight: Tensor) -> Tensor:
+        """Return the factors of a tensor with the gated channels along `axis`.
+
+        Args:
+            axis: The axis of the channels.
+            tensor: The weight, or the input of its layer.
+            weight: The weight, by which results that were computed together are found.
+        """
+        ready = None
+        if self.fused is not None and not torch.compiler.is_compiling():
+            ready = self.fused.values_for(self.slot, weight)
+        values = values_of(self.gates) if ready is None else ready
+        laid = values[0] if self.simple else spread(torch.cat(values), self.units, 0, 1)
+        return factors_along(axis, laid.to(tensor.dtype), tensor)
 
 
-def _times_rows(weight: Tensor, factors: Tensor) -> Tensor:
-    """Return a contiguous weight multiplied by one factor for each index along axis 1.
+def factors_along(axis: int, factors: Tensor, tensor: Tensor) -> Tensor:
+    """Return one factor for each index along an axis, shaped to broadcast with a tensor.
 
-    The weight is treated as a matrix. On a CPU, its product with a row is faster than one that
-    broadcasts over inner axes, and so is the sum over its rows in the backward pass.
+    Along axis 1 of a contiguous tensor, factors are repeated for all inner axes. On a CPU, a
+    product with such a row is faster than one that broadcasts over inner axes, and so is the sum
+    over rows in the backward pass.
     """
-    row = factors.unsqueeze(1).expand(-1, weight.shape[2:].numel()).reshape(-1)
-    return (weight.flatten(1) * row).view_as(weight)
+    shape = [1] * tensor.dim()
+    shape[axis] = -1
+    laid, inner = factors.reshape(shape), tensor.shape[2:]
+    if axis == 1 and inner.numel() > 1 and tensor.is_contiguous():
+        return laid.expand(1, -1, *inner).contiguous()
+    return laid
 
 
 def values_of(gates: nn.ModuleList) -> list[Tensor]:

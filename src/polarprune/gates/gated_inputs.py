@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from ..torch_internals.markers import gate_part
-from .folding import spread
-from .gate import GatedWeight, values_of
+from .gate import GatedWeight
 
 SMALL_WEIGHT = 2**16  # elements; multiplying fewer costs less than a hook
 _RATIO = 8  # so many times larger than the input a weight must be
@@ -27,6 +26,8 @@ _CHANNEL_AXIS: dict[type[nn.Module], int] = {
     nn.Conv2d: -3,
     nn.Conv3d: -4,
 }
+# Forward methods of other packages that compute the same as those of torch.
+_LIKE_TORCH = {"timm.layers.linear.Linear.forward"}
 
 
 @gate_part
@@ -48,13 +49,15 @@ class GateInput:
         if len(args) != 1 or not isinstance(args[0], Tensor) or not self._pays(args[0]):
             return None
         self.part.skip_once()
-        return (args[0] * self._factors(args[0]),)
+        x = args[0]
+        axis = self.axis % x.dim()  # with a batch axis, rows of factors are faster
+        return (x * self.part.factors(axis, x, self.site.original),)
 
     def _pays(self, x: Tensor) -> bool:
         """Return whether the input is small, and operations are not recorded."""
         weight = self.site.original
         return bool(
-            _RATIO * x.numel() < weight.numel()
+            _RATIO * x.numel() <= weight.numel()
             and x.device.type == "cpu"
             and x.dtype == weight.dtype
             and x.dim() >= -self.axis
@@ -63,15 +66,6 @@ class GateInput:
             and not torch._C._get_tracing_state()
             and not torch._C._are_functorch_transforms_active()
         )
-
-    def _factors(self, x: Tensor) -> Tensor:
-        """Return the gates of the input's channels, shaped to broadcast with it."""
-        values = values_of(self.part.gates)
-        if not self.part.simple:
-            laid = spread(torch.cat(values), self.part.units, 0, 1)
-        else:
-            (laid,) = values
-        return laid.to(x.dtype).reshape(-1, *[1] * (-self.axis - 1))
 
 
 @gate_part
@@ -88,7 +82,8 @@ class _End:
 def gate_small_inputs(layer: nn.Module, site: ParametrizationList) -> None:
     """Let a layer gate its input when that is cheaper, if it is of a kind that allows it.
 
-    Only layers whose forward is torch's own qualify: they read their weight exactly once.
+    Only layers whose forward is torch's own, or known to be like it, qualify: they read their
+    weight exactly once.
     """
     axis = _channel_axis(layer)
     part = site[0]
@@ -103,8 +98,17 @@ def _channel_axis(layer: nn.Module) -> int | None:
     """Return the axis of the input's channels, or None if gates cannot be moved to the input."""
     for kind, axis in _CHANNEL_AXIS.items():
         if isinstance(layer, kind):
-            own = type(layer).forward is kind.forward and "forward" not in vars(layer)
-            inner = getattr(kind, "_conv_forward", None)
-            own = own and getattr(type(layer), "_conv_forward", None) is inner
-            return axis if own and getattr(layer, "groups", 1) == 1 else None
+            known = _is_known(layer, kind) and getattr(layer, "groups", 1) == 1
+            return axis if known else None
     return None
+
+
+def _is_known(layer: nn.Module, kind: type[nn.Module]) -> bool:
+    """Return whether a layer computes what torch's layer of this kind does."""
+    forward, inner = type(layer).forward, getattr(kind, "_conv_forward", None)
+    name = f"{forward.__module__}.{forward.__qualname__}"
+    return (
+        "forward" not in vars(layer)
+        and (forward is kind.forward or name in _LIKE_TORCH)
+        and getattr(type(layer), "_conv_forward", None) is inner
+    )

@@ -19,6 +19,7 @@ from ..cost.budget import Budget
 from ..cost.stopwatch import Stopwatch
 from ..gates.gate import gate_value
 from .controller import Controller
+from .course_check import CourseCheck
 from .schedule import Schedule
 from .stepper import Stepper
 
@@ -79,7 +80,9 @@ class Steering:
         self.watchers: list[Callable[[Row], object]] = []
         self._controller = Controller(budget, schedule, steps)
         self._every = max(1, steps // _LOOKS)
-        self._learned = self._warned = False
+        self._check_course = CourseCheck(
+            graph, budget, schedule, steps, deadline=self.deadline, timed=stopwatch is not None
+        )
 
     @property
     def deadline(self) -> int:
@@ -122,30 +125,7 @@ class Steering:
             self.stopwatch.time_if_changed(n)
         self._select(alpha, n)
         self._record(alpha, n, gate_lr)
-        self._warn_if_it_cannot_end_well(n, gate_lr)
-
-    def _warn_if_it_cannot_end_well(self, n: Tensor, gate_lr: float) -> None:
-        """Warn once if the training seems to end too early, or gates opened after the landing."""
-        progress = self.progress
-        ended = self._learned and gate_lr == 0 and progress.step < self.deadline
-        self._learned = gate_lr > 0
-        over = progress.landed and self.stopwatch is None and float(self.budget.excess(n)) > 0
-        if self._warned or not (ended or over):
-            return
-        self._warned = True
-        if over:
-            share = self.graph.cost.share(n)["macs"]
-            problem = (
-                f"the budget was met, but {share:.3f} of the MACs are there again: gates were "
-                f"changed from outside. Load the pruner's state with the weights"
-            )
-        else:
-            problem = (
-                f"the learning rate is 0, but the budget will only be met at step {self.deadline}. "
-                f"Set steps to the number of optimizer steps that are really taken (several "
-                f"processes and gradient accumulation make them fewer)"
-            )
-        warnings.warn(f"step {progress.step} of {self.steps}: {problem}.", stacklevel=2)
+        self._check_course(self.progress.step, n, gate_lr, landed=self.progress.landed)
 
     def _select(self, alpha: Tensor, n: Tensor) -> None:
         """Tell the stepper what to do with each gate."""

@@ -22,12 +22,15 @@ from tests.helpers.nets import NETS, WHOLE_NETS
 pytestmark = pytest.mark.usefixtures("shared_traces")
 
 
-@pytest.fixture(autouse=True, params=["weights", "gates"])
-def everywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways, on any device: in large networks gates are computed together, weights are not."""
-    monkeypatch.setattr(fused, "SLOW_TO_LAUNCH", {"cpu", "cuda"})
+@pytest.fixture(autouse=True, params=["elements", "gates", "rows"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """All ways, on any device: an accelerator, a large network on an accelerator, a CPU."""
+    slow = {"cuda"} if request.param == "rows" else {"cpu", "cuda"}
+    monkeypatch.setattr(fused, "SLOW_TO_LAUNCH", slow)
     if request.param == "gates":
         monkeypatch.setattr(fused, "LIMIT", 0)
+    found: str = request.param
+    return found
 
 
 class Net(nn.Module):
@@ -97,15 +100,18 @@ def assert_same(one: dict[str, Tensor | None], other: dict[str, Tensor | None]) 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     taken: list[int] = []
-    take = fused.FusedGates.take
+    for name in ("take", "values_for"):
+        original = getattr(fused.FusedGates, name)
 
-    def counting(self: fused.FusedGates, slot: int, weight: Tensor) -> Tensor | None:
-        found = take(self, slot, weight)
-        if found is not None:
-            taken.append(slot)
-        return found
+        def counting(
+            self: fused.FusedGates, slot: int, weight: Tensor, original: Any = original
+        ) -> Any:
+            found = original(self, slot, weight)
+            if found is not None:
+                taken.append(slot)
+            return found
 
-    monkeypatch.setattr(fused.FusedGates, "take", counting)
+        monkeypatch.setattr(fused.FusedGates, name, counting)
     yield taken
 
 
@@ -300,7 +306,7 @@ def test_copies_pickles_and_other_precisions() -> None:
     other = copy.deepcopy(model)
     (mine,) = banks(other)
     parts = {id(part) for part in other.modules()}
-    assert all(id(part) in parts for part in mine.parts) and not mine.ready
+    assert all(id(part) in parts for part in mine.parts) and not (mine.ready or mine.values)
     assert_same(gradients(model, out), gradients(other, other(IMAGES)))
     with torch.no_grad():
         other.two.parametrizations.weight.original.zero_()
@@ -350,12 +356,24 @@ def test_a_whole_run_is_the_same_and_nothing_is_left_in_the_small_model() -> Non
     torch.testing.assert_close(runs[0][1], runs[1][1], rtol=1e-9, atol=1e-12)
 
 
-def test_on_a_cpu_only_gates_are_computed_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "SLOW_TO_LAUNCH", {"cuda"})
+def test_what_is_computed_together(way: str) -> None:
     model = gated().model
     model(IMAGES)
     (bank,) = banks(model)
-    assert bank.large and [len(value) for value in bank.ready] == [len(g.alpha) for g in bank.gates]
+    assert [len(value) for value in bank.values] == [len(gate.alpha) for gate in bank.gates]
+    simple = {slot for slot, part in enumerate(bank.parts) if part.simple}
+    ready = {"elements": range(len(bank.parts)), "gates": (), "rows": simple}[way]
+    assert bank.ready.keys() == set(ready) and len(simple) > 3
+
+
+def test_on_a_cpu_large_weights_are_multiplied_alone(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "SMALL_WEIGHT", 36)
+    (bank,) = banks(gated().model)
+    sizes = [site.original.numel() for site in bank.sites]
+    small = [slot for slot, size in enumerate(sizes) if size < 36]
+    assert way != "rows" or bank.slots == small != list(range(len(sizes)))
 
 
 def test_the_order_of_sums_does_not_change_from_run_to_run() -> None:
