@@ -160,7 +160,8 @@ class Budget:
         if bad:
             raise PruneError(
                 f"budget out of reach: {', '.join(bad)}. The rest of this model cannot be removed; "
-                f"set a higher budget, a smaller multiple_of or fewer keep=[...]."
+                f"set a higher budget, a smaller multiple_of or fewer keep=[...]"
+                + (", or leave uniform out." if self.families.several else ".")
             )
 
     # --- widths and blocks ------------------------------------------------------------------------
@@ -182,17 +183,22 @@ class Budget:
         families, widths = self.families, self.widths(alpha).long()
         level = families.least(widths)
         n = families.of_groups(level)
-        order, owner, rank = self._ranked(alpha, importance)
+        order, owner, rank = self._ranked(alpha, widths, importance)
+        closes = rank < (widths - self.minimum)[owner]
         if families.several:
             rank = rank - (widths - n)[owner]  # below 0: the group is wider than its family
-        closes = (rank >= 0) & (rank < (n - self.minimum)[owner])
+            closes &= rank >= 0
         order, owner, rank = order[closes], owner[closes], rank[closes]
-        family, count, first = self._blocks_at(level)
         number, is_top = self._block_numbers(n, owner, rank)
-        block = families.of_groups(first)[owner] + number
+        many = self._count_blocks(level)
+        block = families.of_groups(many.cumsum(0) - many)[owner] + number
+        family = torch.arange(len(level)).repeat_interleave(many)
+        count = block.bincount()
+        if families.several:
+            count = torch.div(count, families.sizes[family], rounding_mode="floor")
         scarcity = self.cost.full[owner] / (n[owner] - rank)  # grows as few channels are left
         top = torch.zeros(len(family), dtype=torch.float64)
-        top.index_add_(0, block[is_top], (importance[order] * scarcity)[is_top])
+        top.index_add_(0, block, torch.where(is_top, importance[order] * scarcity, 0.0))
         key = top / families.totals(self.price(widths.double()))[family]
         ranking = key.argsort(stable=True)
         position = torch.empty_like(ranking)
@@ -201,32 +207,26 @@ class Budget:
         member[order] = position[block]
         return Blocks(family[ranking], count[ranking], key[ranking], member)
 
-    def _blocks_at(self, level: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the families and the sizes of all blocks, and the first block of each family.
-
-        The first block of a family has the channels above a multiple, every other one a multiple.
-        """
+    def _count_blocks(self, level: Tensor) -> Tensor:
+        """Return how many blocks the families have above their minimums, at these widths."""
         multiple = self._by_family.multiple
         wide = (level - self._by_family.minimum).clamp_min(0)
-        many = torch.div(wide + multiple - 1, multiple, rounding_mode="floor")
-        first = torch.cumsum(many, 0) - many
-        family = torch.arange(len(level)).repeat_interleave(many)
-        count = multiple[family]
-        some = many > 0
-        count[first[some]] = (wide - (many - 1) * multiple)[some]
-        return family, count, first
+        return torch.div(wide + multiple - 1, multiple, rounding_mode="floor")
 
     def _block_numbers(self, n: Tensor, owner: Tensor, rank: Tensor) -> tuple[Tensor, Tensor]:
         """Return the number, in its group, of the block of the channel with this rank.
 
         And whether the channel is the most important one of its block, which has the highest rank.
+        The first block of a group has the channels above a multiple, every other one a multiple.
         """
         multiple = self.multiple[owner]
         place = rank + ((self.multiple - n % self.multiple) % self.multiple)[owner]
         return torch.div(place, multiple, rounding_mode="floor"), (place + 1) % multiple == 0
 
-    def _ranked(self, alpha: Tensor, importance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sort the entries of α that are not closed by group, then by importance.
+    def _ranked(
+        self, alpha: Tensor, n: Tensor, importance: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Sort the entries of α that are not closed, of these widths, by group and importance.
 
         Returns:
             Their indices, their groups, and their ranks in their groups (0: least important).
@@ -234,8 +234,7 @@ class Budget:
         live = (alpha != 0).nonzero().flatten()
         order = live[importance[live].argsort(stable=True)]
         order = order[self.owner[order].argsort(stable=True)]
-        owner, n = self.owner[order], self.widths(alpha).long()
-        first = torch.cumsum(n, 0) - n
+        owner, first = self.owner[order], torch.cumsum(n, 0) - n
         return order, owner, torch.arange(len(order), device="cpu") - first[owner]
 
     def after(self, n: Tensor, blocks: Blocks, k: int) -> Tensor:
@@ -300,7 +299,7 @@ class Budget:
         over = n % self.multiple
         over[n - over < self.minimum] = 0
         over = n - self.families.of_groups(self.families.least(n - over))
-        order, owner, rank = self._ranked(alpha, _importance(alpha, importance))
+        order, owner, rank = self._ranked(alpha, n, _importance(alpha, importance))
         alpha[order[rank < over[owner]]] = 0
 
     def _largest_saving(self, n: Tensor) -> float:
@@ -345,8 +344,8 @@ class Budget:
         Within a group the least important gates close first, so the widths determine the result.
         """
         importance, families = _importance(before, importance), self.families
-        order, owner, rank = self._ranked(before, importance)
         most = self.widths(before)
+        order, owner, rank = self._ranked(before, most.long(), importance)
         first = torch.cumsum(most, 0) - most
 
         def importance_of_last_closed(level: Tensor) -> Tensor:

@@ -226,12 +226,12 @@ def _widths(budget: Budget, share: float) -> Tensor:
 
 
 def _fill_up(budget: Budget, n: Tensor) -> Tensor:
-    """Widen groups while the budget allows it, the group with the smallest fraction first."""
+    """Widen families of groups while the budget allows it, the smallest fraction first."""
+    families, full = budget.families, budget.cost.full
     while True:
-        for group in (n / budget.cost.full).argsort(stable=True).tolist():
-            wider = n.clone()
-            wider[group] += budget.multiple[group]
-            if wider[group] <= budget.cost.full[group] and float(budget.excess(wider)) <= 0:
+        for family in (n / full)[families.first].argsort(stable=True).tolist():
+            wider = torch.where(families.number == family, n + budget.multiple, n)
+            if bool((wider <= full).all()) and float(budget.excess(wider)) <= 0:
                 n = wider
                 break
         else:

@@ -15,6 +15,7 @@ from polarprune.analysis.trace import survey
 from polarprune.channels.graph import Graph
 from polarprune.cost.budget import Budget
 from polarprune.cost.families import Families
+from polarprune.cost.other_scores import plan_by_score, random_scores
 from tests.helpers.nets import resnet20
 from tests.helpers.repeated_nets import NETS, made
 
@@ -173,6 +174,14 @@ def test_the_price_of_a_family_is_that_of_all_of_its_groups() -> None:
     joined = budget.families.number[list(graph.prunable).index(one)]
     keys = [blocks.key[blocks.family == family] for family in (joined, third)]
     assert torch.allclose(*keys)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_plans_by_other_scores_are_uniform_too(name: str) -> None:
+    graph = traced(name)
+    plan = plan_by_score(graph, random_scores(graph, 0), macs=0.6)
+    for names in graph.families.values():
+        assert len({len(plan[one]) for one in names}) == 1
 
 
 def test_values_are_converted_between_groups_and_families() -> None:
