@@ -107,7 +107,7 @@ ORDER: dict[str, list[str]] = {
         "other_scores",
         "stopwatch",
     ],
-    "gates": ["folding", "gate", "fused", "gated_inputs", "install", "sharding"],
+    "gates": ["folding", "gate", "weight_factors", "gated_inputs", "fused", "install", "sharding"],
     "analysis": [
         "inspection",
         "tape_comparison",
@@ -136,6 +136,7 @@ ORDER: dict[str, list[str]] = {
         "schedule",
         "controller",
         "stepper",
+        "course_check",
         "steering",
         "run",
         "pruner",

@@ -23,15 +23,13 @@ def separate_gates(pruner: Pruner, optimizer: Optimizer, *, taken: bool = False)
         Whether this optimizer has the gates now. It does not get them if it holds no weights of the
         pruner's model.
     """
-    gates = {id(gate.alpha): gate.alpha for gate in pruner.gates.values()}
-    for group in optimizer.param_groups:
-        group["params"] = [p for p in group["params"] if id(p) not in gates]
+    take_gates_out(pruner, optimizer)
     weights = None if taken else _group_of_weights(pruner.model, optimizer)
     if weights is None:
         return False
     fraction, rate = pruner.schedule.gate_lr, optimizer.param_groups[weights]["lr"]
-    own = {"params": list(gates.values()), "lr": rate * fraction, "weight_decay": 0.0}
-    optimizer.add_param_group(own)
+    gates = pruner.param_groups(float(rate))[-1]
+    optimizer.add_param_group({**gates, "lr": rate * fraction})
     place = len(optimizer.param_groups) - 1
 
     def follow(given: Optimizer, args: object, kwargs: object) -> None:
@@ -42,6 +40,13 @@ def separate_gates(pruner: Pruner, optimizer: Optimizer, *, taken: bool = False)
 
     optimizer.register_step_pre_hook(follow)
     return True
+
+
+def take_gates_out(pruner: Pruner, optimizer: Optimizer) -> None:
+    """Remove the gates from all groups of an optimizer."""
+    gates = {id(gate.alpha) for gate in pruner.gates.values()}
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if id(p) not in gates]
 
 
 def _group_of_weights(model: nn.Module, optimizer: Optimizer) -> int | None:

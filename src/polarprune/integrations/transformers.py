@@ -17,7 +17,7 @@ from ..errors import PruneError
 from ..tracing.model_state import Example
 from ..training.pruner import Pruner
 from ..validation.optional_packages import missing_package
-from .gate_group import separate_gates
+from .gate_group import separate_gates, take_gates_out
 from .pretrained_folder import save_pretrained
 
 try:
@@ -87,11 +87,31 @@ class PruningTrainer(Trainer):
                 "PruningTrainer: a scheduler that is made before the gates have a parameter group "
                 "does not set its rate; set lr_scheduler_type, or override create_scheduler."
             )
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+        if self.is_deepspeed_enabled or self.is_fsdp_xla_enabled:
             raise PruneError(
-                "PruningTrainer: FSDP and DeepSpeed make other parameters than the model has; "
-                "train with DistributedDataParallel (torchrun, without these options)."
+                "PruningTrainer: DeepSpeed and XLA's FSDP make other parameters than the model "
+                "has; train with DistributedDataParallel (torchrun, without these options), or "
+                "with fsdp=True and version 2 in fsdp_config."
             )
+        if self.is_fsdp_enabled:
+            self._check_fsdp()
+
+    def _check_fsdp(self) -> None:
+        """Refuse options of FSDP that a pruner cannot follow."""
+        plugin, args = self.accelerator.state.fsdp_plugin, self.args
+        wrong = {
+            "version 1 in fsdp_config; set 2": plugin.fsdp_version != 2,
+            "FULL_STATE_DICT; set state_dict_type to SHARDED_STATE_DICT in fsdp_config": (
+                "SHARDED" not in str(plugin.state_dict_type)
+            ),
+            "activation_checkpointing in fsdp_config; set gradient_checkpointing": (
+                plugin.activation_checkpointing
+            ),
+            "cpu_ram_efficient_loading; set False in fsdp_config": plugin.cpu_ram_efficient_loading,
+            "load_best_model_at_end; set False": args.load_best_model_at_end,
+        }
+        for what in [what for what, found in wrong.items() if found]:
+            raise PruneError(f"PruningTrainer: FSDP does not work here with {what}.")
 
     @property
     def pruner(self) -> Pruner:
@@ -120,11 +140,24 @@ class PruningTrainer(Trainer):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
         """Make the optimizer as `Trainer` does, move the gates, and attach the pruner."""
         optimizer: Optimizer = super().create_optimizer(*args, **kwargs)
+        if self.is_fsdp_enabled:  # the model's parameters will be replaced
+            take_gates_out(self.pruner, optimizer)
+        else:
+            self._attach(optimizer)
+        return optimizer
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the scheduler as `Trainer` does, once the optimizer has all of its groups."""
+        if self.is_fsdp_enabled:
+            self._attach(self.optimizer.optimizer)
+        return super().create_scheduler(*args, **kwargs)
+
+    def _attach(self, optimizer: Optimizer) -> None:
+        """Give the gates a group, and attach the pruner, at the first call."""
         if not self._attached:
+            self._attached = True
             separate_gates(self.pruner, optimizer)
             self.pruner.attach(optimizer)
-            self._attached = True
-        return optimizer
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         """Save as `Trainer` does, under the names that the model has now.

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,7 @@ import polarprune as pp
 from polarprune.integrations.accelerate import attach, optimizer_steps
 from tests.helpers.adapters import BATCHES, EPOCHS, EXAMPLE, STEPS, Digits, loader
 from tests.helpers.nets import digits_resnet
-from tests.helpers.processes import environment
+from tests.helpers.processes import run_in_two_processes
 from tests.helpers.training import same_state, share, snapshot
 
 pytestmark = [
@@ -101,21 +98,7 @@ def test_a_loader_without_a_length_is_refused() -> None:
 
 
 def test_two_processes_take_half_of_the_steps(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.helpers.two_processes", str(tmp_path)],
-            env=environment(**shared, RANK=str(rank), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1"),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [process.communicate(timeout=120)[1] for process in running]
-    assert [process.returncode for process in running] == [0, 0], said
+    run_in_two_processes("tests.helpers.two_processes", tmp_path)
     one, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert one["processes"] == 2 and one["steps"] == one["taken"] == EPOCHS * BATCHES / 2
     assert "steps=40 were announced, but 5 epochs take 20 optimizer steps, with 2" in one["refused"]

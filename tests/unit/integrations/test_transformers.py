@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from polarprune.integrations.loggers import watch
 from polarprune.integrations.transformers import PruningTrainer
 from tests.helpers.adapters import BATCH, BATCHES, EPOCHS, STEPS, Digits, StopAndSave, WithLoss
 from tests.helpers.nets import digits_resnet
+from tests.helpers.processes import run_in_two_processes
 from tests.helpers.training import alphas, share
 
 pytestmark = [
@@ -219,14 +221,60 @@ def test_what_a_pruner_cannot_follow_is_refused(
         trainer(tmp_path, **options)
 
 
-def test_sharded_parameters_are_refused(tmp_path: Path) -> None:
-    class Sharded(PruningTrainer):
-        def create_accelerator_and_postprocess(self) -> None:
-            super().create_accelerator_and_postprocess()
-            self.is_fsdp_enabled = True
+WORKING = {
+    "fsdp_version": 2,
+    "state_dict_type": "StateDictType.SHARDED_STATE_DICT",
+    "activation_checkpointing": False,
+    "cpu_ram_efficient_loading": False,
+}
 
-    with pytest.raises(pp.PruneError, match="FSDP and DeepSpeed make other parameters"):
+
+@pytest.mark.parametrize(
+    ("option", "value", "remedy"),
+    [
+        ("fsdp_version", 1, "version 1 in fsdp_config; set 2"),
+        (
+            "state_dict_type",
+            "StateDictType.FULL_STATE_DICT",
+            "FULL_STATE_DICT; set state_dict_type",
+        ),
+        ("activation_checkpointing", True, "fsdp_config; set gradient_checkpointing"),
+        ("cpu_ram_efficient_loading", True, "cpu_ram_efficient_loading; set False in fsdp_config"),
+        ("", None, "load_best_model_at_end; set False"),
+    ],
+)
+def test_options_of_fsdp_are_refused(
+    option: str, value: object, remedy: str, tmp_path: Path
+) -> None:
+    class Sharded(PruningTrainer):
+        def _check(self) -> None:
+            self.is_fsdp_enabled, self.args.load_best_model_at_end = True, not option
+            plugin = SimpleNamespace(**WORKING | ({option: value} if option else {}))
+            self.accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+            super()._check()
+
+    with pytest.raises(pp.PruneError, match=f"FSDP does not work here with .*{remedy}"):
         trainer(tmp_path, kind=Sharded)
+
+
+def test_deepspeed_is_refused(tmp_path: Path) -> None:
+    class Sharded(PruningTrainer):
+        def _check(self) -> None:
+            self.is_deepspeed_enabled = True
+            super()._check()
+
+    with pytest.raises(pp.PruneError, match="DeepSpeed and XLA's FSDP make other parameters"):
+        trainer(tmp_path, kind=Sharded)
+
+
+def test_fsdp2_in_two_processes(tmp_path: Path) -> None:
+    run_in_two_processes("tests.helpers.fsdp_trainer", tmp_path)
+    one, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert one["whole"]["weights"] == other["whole"]["weights"] == one["resumed"]["weights"]
+    for found in (one["whole"], one["resumed"]):
+        assert found["sharded"] == "DTensor" and found["steps"] == [20, 20]
+        assert found["left"] <= 0.5 and found["proof"] < 1e-5
+        assert found["rates"] == pytest.approx([0.01, 0.01, 0.001])
 
 
 def test_the_trainer_itself_can_watch_its_pruner(tmp_path: Path) -> None:

@@ -139,6 +139,7 @@ def test_the_worth_of_a_gate_is_what_the_loss_loses_without_it_to_first_order() 
     torch.testing.assert_close(pruner._stepper.worth, wanted, rtol=1e-5, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:.*the cost does not follow its path")  # said before
 def test_gates_that_were_changed_from_outside_are_closed_at_the_deadline_with_a_warning() -> None:
     pruner = fresh(100)
     for number in range(50):
