@@ -17,12 +17,12 @@ A family has one width, so its minimums have to agree. Three things could make w
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..channels.graph import FROZEN, Graph, Group, module_of
 from ..channels.propagation import Contraction
@@ -246,21 +246,29 @@ class _Readers:
     """Knows for every group the contractions that read it, and the groups that these make."""
 
     def __init__(self, graph: Graph) -> None:
-        self.graph, self.owners = graph, graph.owners
+        self.graph, self.names = graph, list(graph.prunable)
+        sizes = torch.tensor([group.size for group in graph.prunable.values()], device="cpu")
+        self.owners = torch.arange(len(sizes), device="cpu").repeat_interleave(sizes)
         self.family = {name: key for key, names in graph.families.items() for name in names}
         self.made: dict[str, list[dict[str, int] | None]] = {name: [] for name in graph.prunable}
         for item in graph.contractions:
             made = self._made(item)
-            units = {unit for site in item.sites for unit in site.unique().tolist()} - {FROZEN}
-            for name in {self.owners[unit] for unit in units}:
+            for name in self._count(item.sites):
                 self.made[name].append(made)
 
     def _made(self, item: Contraction) -> dict[str, int] | None:
         """Return how many units of each group a contraction makes; None if some always stay."""
-        units = {unit for vector in item.makes for unit in vector.unique().tolist()}
-        if not units or FROZEN in units:
-            return None
-        return dict(Counter(self.owners[unit] for unit in units))
+        always = not item.makes or any(bool((units == FROZEN).any()) for units in item.makes)
+        return None if always else self._count(item.makes)
+
+    def _count(self, vectors: list[Tensor]) -> dict[str, int]:
+        """Return how many different units of each group are in vectors of units."""
+        if not vectors:
+            return {}
+        units = torch.cat([vector.flatten() for vector in vectors]).unique()
+        groups, counts = self.owners[units[units != FROZEN]].unique(return_counts=True)
+        names = (self.names[number] for number in groups.tolist())
+        return dict(zip(names, counts.tolist(), strict=True))
 
     def behind(self, name: str) -> frozenset[object]:
         """Return what has to close entirely before a group does; nothing if it never has to.
