@@ -123,6 +123,13 @@ def further_call(model: nn.Module, example: Example) -> dict[str, Any]:
 
     Empty if the example has no tokens under a name that transformers use, or holds a cache itself.
     """
+    try:
+        return _further_call(model, example)
+    except Exception:  # arguments of these names mean something else in this model
+        return {}
+
+
+def _further_call(model: nn.Module, example: Example) -> dict[str, Any]:
     given = _by_name(model, example)
     decoder = "decoder_" if _DECODER_TOKENS in inspect.signature(model.forward).parameters else ""
     name, tokens = _token(given, decoder)
@@ -139,13 +146,10 @@ def further_call(model: nn.Module, example: Example) -> dict[str, Any]:
 
 
 def _by_name(model: nn.Module, example: Example) -> dict[str, Any]:
-    """Return the arguments of the call by name; empty if the forward does not take them."""
+    """Return the arguments of the call by name; empty if they have none."""
     args, kwargs = as_call(example)
     signature = inspect.signature(model.forward)
-    try:
-        found = dict(signature.bind(*args, **kwargs).arguments)
-    except TypeError:
-        return {}
+    found = dict(signature.bind(*args, **kwargs).arguments)
     for parameter in signature.parameters.values():
         if parameter.kind is parameter.VAR_POSITIONAL and found.pop(parameter.name, ()):
             return {}

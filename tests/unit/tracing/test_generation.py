@@ -71,6 +71,16 @@ def test_inputs_without_tokens_are_not_continued() -> None:
     assert further_call(Decoder("class"), given) == {}  # it goes on already
 
 
+def test_arguments_that_only_share_a_name_with_those_of_transformers_are_no_tokens() -> None:
+    class Own(nn.Linear):
+        def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+            return super().forward(input_ids * position_ids)
+
+    example = {"input_ids": torch.randn(2, 4), "position_ids": torch.tensor(2.0)}
+    assert further_call(Own(4, 2), example) == {}
+    assert pp.trace(Own(4, 2), example).cost.original()["macs"] == 16
+
+
 # --- the arguments of one more token --------------------------------------------------------------
 
 
