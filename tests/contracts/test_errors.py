@@ -266,6 +266,29 @@ def test_a_training_that_ends_before_the_budget_is_met_warns_once() -> None:
     assert len(caught) == 1
 
 
+def test_a_rate_that_falls_early_warns_before_the_training_ends() -> None:
+    pruner, optimizer = setup(steps=100)  # announced; the training takes 40
+    pruner.attach(optimizer)
+    decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+    train(pruner.model, optimizer, data(36), decay.step)
+    message = r"step 38 of 100: the learning rate is 1\.4% of its highest value, but the budget wi"
+    with pytest.warns(UserWarning, match=message) as caught:
+        train(pruner.model, optimizer, data(4), decay.step)
+    assert len(caught) == 1
+
+
+def test_gates_that_do_not_close_are_noticed_early() -> None:
+    pruner, optimizer = setup(steps=200)
+    pruner.attach(optimizer)
+    message = (
+        r"step 2\d of 200: the cost does not follow its path: 1\.000 of the MACs are left, and"
+    )
+    with pytest.warns(UserWarning, match=message) as caught:
+        for _ in range(80):  # what was replayed does not hold the step of the optimizer
+            pruner.replayed()
+    assert len(caught) == 1
+
+
 def test_a_rate_that_begins_at_zero_does_not_warn() -> None:
     pruner, optimizer = setup(steps=40)
     pruner.attach(optimizer)

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from ..torch_internals.class_swaps import set_class
 from ..torch_internals.markers import gate_part
 from .folding import drop_hooks, drop_hooks_of
-from .gate import Gate, GatedWeight, gate_slope, gate_value
+from .gate import Gate, GatedList, GatedWeight, gate_slope, gate_value
 from .gated_inputs import SMALL_WEIGHT
 from .weight_factors import ElementFactors, Factors, RowFactors
 
@@ -97,7 +98,8 @@ class FusedGates:
         self.owner = self.owner.to(alphas[0].device)
         eps = torch.stack([gate.eps for gate in self.gates])[self.owner]
         self.values = _Values.apply(eps, *alphas)  # type: ignore[no-untyped-call]
-        if self.slots:
+        # The sums of rows have a fixed order on a CPU only; the model may have been moved.
+        if self.slots and (self.by_element or alphas[0].device.type == "cpu"):
             mine = [weights[slot] for slot in self.slots]
             factors = self._factors_for(mine)
             made = _Multiply.apply(factors, len(alphas), *self.values, *mine)  # type: ignore[no-untyped-call]
@@ -107,10 +109,10 @@ class FusedGates:
     def _factors_for(self, weights: list[Tensor]) -> Factors:
         """Return how gates lie along the weights of `slots`."""
         found, readers = self._factors, [self.readers[slot] for slot in self.slots]
+        sizes = [len(gate.alpha) for gate in self.gates]
         if not self.by_element:
-            found = found or RowFactors(readers)
+            found = found or RowFactors(weights, readers, sizes)
         elif not isinstance(found, ElementFactors) or not found.fits(weights):
-            sizes = [len(gate.alpha) for gate in self.gates]
             found = ElementFactors(weights, self.parts, sizes, readers)
         self._factors = found
         return found
@@ -162,6 +164,9 @@ def fuse_gates(model: nn.Module, sites: list[ParametrizationList]) -> None:
     Hooks of an earlier call are replaced.
     """
     drop_hooks(model)
+    for site in sites:
+        if type(site) is ParametrizationList:
+            set_class(site, GatedList)
     sites = [site for site in sites if len(site) == 1 and _has_plain_gates(site)]
     if len(sites) > 1:
         fused = FusedGates(sites)
@@ -183,17 +188,12 @@ def _has_plain_gates(site: ParametrizationList) -> bool:
 
 
 def _can_fuse(weights: list[Tensor]) -> bool:
-    """Return whether all are dense tensors of one device and type, and no transform is active."""
-    first = weights[0]
+    """Return whether all are plain tensors of one device and type, and no transform is active."""
     return (
         not torch._C._get_tracing_state()
         and not torch._C._are_functorch_transforms_active()
-        and all(
-            type(weight) in (Tensor, nn.Parameter)
-            and (weight.device, weight.dtype) == (first.device, first.dtype)
-            and _is_dense(weight)
-            for weight in weights
-        )
+        and len({(weight.device, weight.dtype) for weight in weights}) == 1
+        and all(type(weight) in (Tensor, nn.Parameter) for weight in weights)
     )
 
 

@@ -10,13 +10,14 @@ There are two ways, with the same results up to the order of sums:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from .gate import GatedWeight, factors_along
+from .gate import GatedWeight
 
 _RUN = 64  # elements that are added up in one row
 
@@ -49,27 +50,39 @@ class RowFactors:
     """Rows of factors for weights that read one gate vector, in order, along axis 1.
 
     Args:
+        weights: Their shapes count.
         readers: For each weight, its gate vector as the only element of a list.
+        sizes: Number of channels of each gate vector.
     """
 
-    def __init__(self, readers: list[list[int]]) -> None:
-        self.readers = readers
+    def __init__(self, weights: list[Tensor], readers: list[list[int]], sizes: list[int]) -> None:
+        self.readers, self.sizes = readers, sizes
+        self.forms = [(1, *weight.shape[1:]) for weight in weights]
+        self.strides = [_strides(form) for form in self.forms]
+        self.counts = [math.prod(form) for form in self.forms]
+        self.starts = _offsets(self.counts)
+        offsets, pieces = _offsets(sizes), []
+        for (gate,), form in zip(readers, self.forms, strict=True):
+            numbers = torch.arange(form[1], device="cpu") + offsets[gate]
+            pieces.append(numbers.repeat_interleave(math.prod(form[2:])))
+        self.index = torch.cat(pieces)  # for each element of all rows, the number of its gate
 
     def spread(self, values: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
         """Return a row of factors for each weight."""
-        pairs = zip(self.readers, weights, strict=True)
-        return [
-            factors_along(1, values[gate].to(weight.dtype), weight) for (gate,), weight in pairs
-        ]
+        self.index = self.index.to(weights[0].device)
+        rows = torch.cat(values).to(weights[0].dtype).index_select(0, self.index)
+        places = zip(self.forms, self.strides, self.starts, strict=True)
+        return [rows.as_strided(form, stride, start) for form, stride, start in places]
 
     def gather(self, products: list[Tensor | None]) -> dict[int, Tensor]:
         """Sum over rows first, then over the elements of each channel."""
-        found: dict[int, Tensor] = {}
-        for (gate,), product in zip(self.readers, products, strict=True):
-            if product is not None:
-                summed = product.sum(0).flatten(1).sum(1) if product.dim() > 2 else product.sum(0)
-                found[gate] = found[gate] + summed if gate in found else summed
-        return found
+        some = next(product for product in products if product is not None)
+        rows = [
+            some.new_zeros(count) if product is None else product.sum(0).reshape(-1)
+            for product, count in zip(products, self.counts, strict=True)
+        ]
+        summed = some.new_zeros(sum(self.sizes)).index_add(0, self.index, torch.cat(rows))
+        return dict(enumerate(summed.split(self.sizes)))
 
     def like(self, slot: int, tensor: Tensor) -> Tensor:
         """Return the tensor itself: any strides will do."""
@@ -160,6 +173,11 @@ class ElementFactors:
 def _flat(tensor: Tensor) -> Tensor:
     """Return the elements of a dense tensor as a vector, in the order of memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def _offsets(sizes: list[int]) -> list[int]:
