@@ -74,8 +74,10 @@ class Expression:
         """True for a product of sizes and positive numbers: it is 0 only if one of the sizes is."""
         if self.function is operator.mul:
             return all(one.is_product for one in self.inputs)
-        (given, *more) = self.inputs
-        return not more and (isinstance(given, Leaf) or bool(given > 0))
+        if self.function is not None:
+            return False
+        (given,) = self.inputs
+        return isinstance(given, Leaf) or (isinstance(given, (int, float)) and given > 0)
 
     def value(self, read: Callable[[Leaf], int]) -> Any:
         """Return the value for other sizes of the leaves, or None if it cannot be computed."""

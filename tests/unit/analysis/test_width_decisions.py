@@ -105,6 +105,7 @@ CHECKS: dict[str, Any] = {
     "an attribute of the layer": lambda net, h: h.shape[1] == net.a.out_channels,
     "a batch": lambda net, h: h.shape[0] >= 1,
     "a height": lambda net, h: h.shape[2] % 2 == 0,
+    "a height rounded up": lambda net, h: math.ceil(h.shape[2]) != 0,
 }
 
 
