@@ -70,7 +70,7 @@ class RowFactors:
     def spread(self, values: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
         """Return a row of factors for each weight."""
         self.index = self.index.to(weights[0].device)
-        rows = torch.cat(values).to(weights[0].dtype).index_select(0, self.index)
+        rows = torch.cat([*values]).to(weights[0].dtype).index_select(0, self.index)
         places = zip(self.forms, self.strides, self.starts, strict=True)
         return [rows.as_strided(form, stride, start) for form, stride, start in places]
 
