@@ -281,7 +281,7 @@ def test_gates_that_do_not_close_are_noticed_early() -> None:
     pruner, optimizer = setup(steps=200)
     pruner.attach(optimizer)
     message = (
-        r"step 2\d of 200: the cost does not follow its path: 1\.000 of the MACs are left, and"
+        r"step 5\d of 200: the cost does not follow its path: 1\.000 of the MACs are left, and"
     )
     with pytest.warns(UserWarning, match=message) as caught:
         for _ in range(80):  # what was replayed does not hold the step of the optimizer
