@@ -402,12 +402,13 @@ EXPERIMENTS = {
             aim=aim,
             search=f"search-{network}-lam",
             after=f"paper-{network}",
+            tune=TUNED,
         )
         for network, aim in CLAIMS
     },
     **{
         f"paper-{network}-{100 * macs:.0f}-budget": Experiment(
-            f"{network}-paper", macs, after=f"paper-{network}"
+            f"{network}-paper", macs, after=f"paper-{network}", tune=TUNED
         )
         for network, macs in CLAIMS
     },
