@@ -145,7 +145,11 @@ NAIVE = (1, 10, 30, 100)  # λ
 STRONG = (("slimming", 1e-4), ("torch-pruning", 5e-4))  # authors' for VGG, and at their rates
 VOC = (38, 23, 12, 5)  # percent, near the paper's
 LAMBDA = 4  # of all ablations in plain mode
-SEARCHED = (0.5, 1, 2, 4, 8)  # λ of the short runs from which that of a long one is read
+SEARCHED = {  # λ of the short runs from which that of a long one is read
+    "resnet56": (0.5, 1, 2, 4, 8, 16, 32),
+    "vgg16": (0.5, 1, 2, 4, 8, 16, 32, 64, 128, 256),
+    "mobilenetv2": (1, 4, 16, 64, 256),
+}
 PAPER_DECAY, PAPER_EPOCHS = 0.96, 350  # of ε an epoch, on CIFAR-10
 NETWORKS = ("resnet56", "vgg16", "mobilenetv2")
 STEERED = (("resnet56", COMMON), ("vgg16", "vgg16-31"))  # networks, and whose baseline they have
@@ -394,7 +398,7 @@ EXPERIMENTS = {
             change=(f"epochs={SHORT}", f"schedule.decay={PAPER_DECAY ** (PAPER_EPOCHS / SHORT)}"),
         )
         for network in NETWORKS
-        for lam in SEARCHED
+        for lam in SEARCHED[network]
     },
     **{
         f"paper-{network}-{100 * aim:.0f}-plain": Experiment(

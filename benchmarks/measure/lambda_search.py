@@ -11,8 +11,8 @@ def lambda_for(share: float, cards: Iterable[dict[str, Any]], epochs: int) -> fl
 
     Without a gradient, a gate moves by λ times the sum of the learning rates, which grows with the
     epochs. So λ of a short run counts as λ · (its epochs) / `epochs`. Between two runs, log λ is
-    interpolated linearly in the remaining share; outside, the λ of the nearest run is used. This is
-    a first estimate; the card of the long run has the share that it leaves.
+    interpolated linearly in the remaining share. This is a first estimate; the card of the long run
+    has the share that it leaves.
 
     Args:
         share: The share of the MACs to leave.
@@ -23,16 +23,15 @@ def lambda_for(share: float, cards: Iterable[dict[str, Any]], epochs: int) -> fl
         λ for the long run.
 
     Raises:
-        ValueError: There are no cards.
+        ValueError: The share is not between those of two short runs.
     """
     known = sorted(
         (card["macs_share"], math.log(card["budget"]["lam"] * card["recipe"]["epochs"] / epochs))
         for card in cards
     )
-    if not known:
-        raise ValueError("no short runs to read λ from")
     for (low, first), (high, last) in pairwise(known):
         if low <= share <= high:
             part = (share - low) / (high - low) if high > low else 0.5
             return math.exp(first + part * (last - first))
-    return math.exp(known[0][1] if share < known[0][0] else known[-1][1])
+    left = ", ".join(f"{other:.2%}" for other, _ in known)
+    raise ValueError(f"{share:.2%} is not between the shares that short runs leave ({left})")

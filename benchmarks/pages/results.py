@@ -9,11 +9,11 @@ A run is a folder with the card.json and log.jsonl that `polarprune train` left:
 from pathlib import Path
 
 from benchmarks.measure.experiments import SHORT
-from benchmarks.pages import compared_methods, figures, paper_table, worth
+from benchmarks.pages import compared_methods, figures, paper_settings, paper_table, worth
 from benchmarks.pages.captions import CAPTIONS
 from benchmarks.pages.compared_methods import COMPARED
 from benchmarks.pages.run_conditions import NETWORK_NAMES, conditions, held_out
-from benchmarks.pages.segmentation_and_style import plain_mode, segmentation, style_transfer
+from benchmarks.pages.segmentation_and_style import segmentation, style_transfer
 from benchmarks.pages.steering import section as steering
 from benchmarks.pages.stored_runs import StoredRun, read_runs
 from benchmarks.store import ROOT
@@ -47,6 +47,8 @@ def page(runs: list[StoredRun], folder: Path) -> str:
         "## The paper's table",
         "\n".join(paper_table.table(runs)),
         paper_table.notes(runs),
+        "## The paper's settings",
+        *paper_settings.section(folder),
         "## Other methods",
         f"{NETWORK_NAMES[COMPARED.network]} at {COMPARED.macs} % of its MACs. All methods have the "
         "same baseline, data, seeds, epochs, learning rates and distillation, and were run with "
@@ -71,8 +73,6 @@ def page(runs: list[StoredRun], folder: Path) -> str:
         *figure_section(),
         "## Steering",
         *steering(),
-        "## The paper's plain mode",
-        *plain_mode(folder),
         "## Segmentation",
         *segmentation(folder),
         "## Style transfer",
@@ -99,10 +99,10 @@ def readme(runs: list[StoredRun], text: str) -> str:
         "",
         "Accuracy on CIFAR-10 in percent, mean ± standard deviation; ours directly after removal, "
         "without fine-tuning. Our networks were trained with cutout and with their baseline as "
-        "teacher; the paper's training settings were not run "
-        "([details and other methods](docs/results.md)).",
+        "teacher; [other runs](docs/results.md#the-papers-settings) have the paper's settings. All "
+        "details, and other methods, are on [the same page](docs/results.md).",
         "",
-        *paper_table.table(runs),
+        *paper_table.table(runs, superseded=False),
         MARKS[1],
     ]
     before, rest = text.split(MARKS[0])

@@ -1,10 +1,9 @@
-"""The sections of docs/results.md on DeepLabV3+, style transfer and the paper's plain mode."""
+"""The sections of docs/results.md on DeepLabV3+ and style transfer."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure.experiments import EXPERIMENTS
 from benchmarks.pages import figures
 from benchmarks.pages.figures import PAPER
 from polarprune.experiments.presets import PRESETS
@@ -165,27 +164,3 @@ def style_transfer(folder: Path) -> list[str]:
         f"{settings['epochs']} epochs. One run, on {where(run)}."
     )
     return [text, *figure("paintings")]
-
-
-def plain_mode(folder: Path) -> list[str]:
-    """Return a table of the runs with the published proximal step: ablations and full runs."""
-    names = [name for name in EXPERIMENTS if name.startswith(("plain-", "paper-"))]
-    found = {name: folder / name / "card.json" for name in names}
-    files = {name: path for name, path in found.items() if path.exists()}
-    stored = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in files.items()}
-    pruned = [name for name in names if not EXPERIMENTS[name].is_baseline]
-    if not stored:
-        return [
-            f"The {len(pruned)} runs in plain mode and with the paper's full training were not run "
-            "yet."
-        ]
-    lines = [
-        "| run | λ or budget | MACs left (%) | accuracy after removal (%) |",
-        "|---|---|---|---|",
-    ]
-    for name, card in stored.items():
-        goal = ", ".join(f"{key} {value:g}" for key, value in card["budget"].items())
-        right = next(r["accuracy"] for r in card["table"] if r["stage"] == "after removal")
-        lines.append(f"| {name} | {goal} | {100 * card['macs_share']:.2f} | {100 * right:.2f} |")
-    missing = ", ".join(name for name in pruned if name not in stored)
-    return ["\n".join(lines), *([f"{NOT_RUN.capitalize()}: {missing}."] if missing else [])]

@@ -18,7 +18,7 @@ from polarprune.surgery.proof import count_macs
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "zoo").glob("*.safetensors"))
-OLD = [file for file in FILES if file.stem != "resnet56-47"]  # written in version 1 of the format
+OLD = ROOT / "zoo" / "mobilenetv2_88m-54.safetensors"  # written in version 1 of the format
 
 
 def test_there_are_models() -> None:
@@ -43,13 +43,10 @@ def test_a_shipped_model_is_what_its_card_says(file: Path) -> None:
     assert [before, last["accuracy"]] == pytest.approx([after, after], abs=2e-4)  # GPUs round
 
 
-@pytest.mark.parametrize("file", OLD, ids=lambda file: file.stem)
-def test_a_shipped_file_of_version_1_loads_and_is_saved_as_version_2(
-    file: Path, tmp_path: Path
-) -> None:
-    content = metadata(file)
+def test_a_shipped_file_of_version_1_loads_and_is_saved_as_version_2(tmp_path: Path) -> None:
+    content = metadata(OLD)
     assert content["version"] == 1 and "sha256" not in content
-    model, _ = rebuild(file)
+    model, _ = rebuild(OLD)
     again = tmp_path / "again.safetensors"
     pp.save(model, again, card=content["card"])
     assert metadata(again)["version"] == 2 and len(metadata(again)["sha256"]) == 64
@@ -67,8 +64,7 @@ def metadata(file: Path) -> dict[str, Any]:
 
 
 def test_a_file_with_the_old_name_of_a_network_is_refused(tmp_path: Path) -> None:
-    file = ROOT / "zoo" / "mobilenetv2_88m-54.safetensors"
-    model, card = rebuild(file)
+    model, card = rebuild(OLD)
     old = tmp_path / "old.safetensors"
     pp.save(model, old, card={**card, "network": "mobilenetv2"})
     with pytest.raises(pp.PruneError, match="now called 'mobilenetv2_88m'"):

@@ -90,16 +90,3 @@ def test_style_transfer_is_told_with_both_losses(tmp_path: Path) -> None:
 
 def test_what_was_not_run_is_said(tmp_path: Path) -> None:
     assert page.segmentation(tmp_path) == page.style_transfer(tmp_path) == ["not run yet"]
-
-
-def test_runs_in_plain_mode_are_a_table_of_those_that_are_stored(tmp_path: Path) -> None:
-    (said,) = page.plain_mode(tmp_path)
-    assert said.endswith("were not run yet.")
-    table = [{"stage": "after removal", "accuracy": 0.9}]
-    card = {"budget": {"lam": 4.0}, "macs_share": 0.43, "table": table}
-    (tmp_path / "plain-reference").mkdir()
-    (tmp_path / "plain-reference" / "card.json").write_text(json.dumps(card))
-    rows, missing = page.plain_mode(tmp_path)
-    assert rows.endswith("\n| plain-reference | lam 4 | 43.00 | 90.00 |")
-    assert missing.startswith("Not run yet: plain-again1, ") and "paper-vgg16-31-plain" in missing
-    assert "plain-reference," not in missing

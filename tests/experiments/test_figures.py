@@ -270,6 +270,6 @@ def test_lambda_is_read_off_short_runs() -> None:
     ]
     assert lambda_for(0.6, cards, 20) == pytest.approx(2)  # the middle of log λ
     assert lambda_for(0.4, cards, 200) == pytest.approx(0.4)  # ten times as long
-    assert lambda_for(0.1, cards, 20) == pytest.approx(4)
-    with pytest.raises(ValueError, match="no short runs"):
-        lambda_for(0.1, [], 20)
+    for share, known in ((0.1, cards), (0.9, cards), (0.6, [])):
+        with pytest.raises(ValueError, match="not between the shares that short runs leave"):
+            lambda_for(share, known, 20)

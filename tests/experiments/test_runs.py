@@ -842,7 +842,7 @@ def test_a_plain_run_to_the_end_waits_for_its_lambda(tmp_path: Path) -> None:
     one = experiments.EXPERIMENTS[name]
     (given.runs / one.after).mkdir(parents=True)
     (given.runs / one.after / experiments.BASELINE).touch()
-    for number, lam in enumerate(experiments.SEARCHED):
+    for number, lam in enumerate(experiments.SEARCHED["vgg16"]):
         assert not experiments.ready(name, given)
         folder = given.results / f"{one.search}{lam}"
         folder.mkdir(parents=True)

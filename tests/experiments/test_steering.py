@@ -185,12 +185,20 @@ def test_the_steering_of_a_long_run_is_read_from_its_log(
 ) -> None:
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     assert "is not stored" in steering_page.present()[0]
-    names = steering_page.HEADLINES
+    names = (*steering_page.HEADLINES, *steering_page.EXTREMES)
     for name in names:
         planned(tmp_path, name)
     off = json.loads((tmp_path / names[0] / "log.jsonl").read_text().splitlines()[2])
     assert steering_page.long_run(names[0]) == pytest.approx(
-        (10, 0.0, 0.5 * 100 * share(4, 5), 0.5 * 100 * max(share(k, k + 1) for k in range(4)), 1, 1)
+        (
+            0,
+            50 * share(4, 5),
+            50 * max(share(k, k + 1) for k in range(4)),
+            1,
+            1,
+            2,
+            50 * share(1, 2),
+        )
     )
     write_rows(tmp_path / names[0], {3: {**off, "macs": off["macs"] - 0.021}})
     write_rows(tmp_path / names[1], {3: {**off, "recalibrated_loss": 1.25}})
@@ -198,6 +206,9 @@ def test_the_steering_of_a_long_run_is_read_from_its_log(
     assert steering_page.long_run(names[1]).ratio == pytest.approx(1.25)
     said = steering_page.present()[0]
     assert f"in {len(names) - 2} of {len(names)} runs" in said
+    assert f"In {names[1]} the loss rose by a factor of 1.25 in epoch 3" in said
+    assert f"{50 * share(2, 3):.1f} points of the MACs were closed and the learning" in said
+    assert "rate rose (warm-up of 3 epochs)" in said
 
 
 def share(start: int, end: int) -> float:
@@ -209,10 +220,11 @@ def share(start: int, end: int) -> float:
 
 def planned(folder: Path, name: str) -> None:
     """Write a run of ten epochs to half of the MACs, exactly on its path."""
-    recipe = {"schedule": dataclasses.asdict(Schedule()), "epochs": 10, "batch": 500}
+    schedule = dataclasses.asdict(Schedule())
+    recipe = {"schedule": schedule, "epochs": 10, "batch": 500, "warm_up": 3.0}
     (folder / name).mkdir()
-    content = {**recipe, "budget": {"macs": 0.5}}
-    (folder / name / "run.json").write_text(json.dumps(content))
+    content = {"recipe": recipe, "budget": {"macs": 0.5}}
+    (folder / name / "card.json").write_text(json.dumps(content))
     rows = {
         epoch: {
             "stage": "prune",
