@@ -3,6 +3,7 @@
 python -m benchmarks.pages.performance
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.store import DOCS, read_numbers
@@ -354,6 +355,45 @@ def throughput() -> list[str]:
     return lines
 
 
+def quantized() -> list[str]:
+    lines = [
+        "## int8 weights",
+        "",
+        "Pruned networks of `zoo/` before and after one line of torchao, `quantize_(network, "
+        "IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0)), layers)`, which "
+        "stores the weights of linear layers, and of convolutions whose kernels read several "
+        "channels, in int8 "
+        "([quantized.py](../benchmarks/measure/quantized.py)). Accuracy on the 10,000 test images "
+        "of CIFAR-10. Size: weights in a file. Time: int8 / float32, on batches of 16, medians of "
+        "alternating runs. torchao computes in float32 here, so the file is smaller, not the time.",
+        "",
+        "| network | MACs left | accuracy (%) | int8 | original (MB) | pruned | pruned, int8 | "
+        "time, eager | compiled |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    rows = read_numbers("quantized")
+    for name, row in rows.items():
+        score, size = row["score"], {k: f"{n / 1e6:.2f}" for k, n in row["bytes"].items()}
+        ratio = {k: f"{t['int8'] / t['pruned']:.2f}" for k, t in row["milliseconds"].items()}
+        lines.append(
+            f"| {name} | {row['macs_share']:.1%} | {100 * score['pruned']:.2f} | "
+            f"{100 * score['int8']:.2f} | {size['original']} | {size['pruned']} | "
+            f"**{size['int8']}** | {ratio['eager']} | {ratio['compiled']} |"
+        )
+    return [*lines, "", *quantized_on(rows.values())]
+
+
+def quantized_on(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """Return where the networks were quantized."""
+    found = (
+        f"{row['machine']}, {row['threads']} threads, "
+        + "".join(f"{name} {version}, " for name, version in row["versions"].items())
+        + f"torchao {row['torchao']}"
+        for row in rows
+    )
+    return [f"{'; '.join(dict.fromkeys(found))}."]
+
+
 PARTS = (
     overhead,
     shrinking,
@@ -364,6 +404,7 @@ PARTS = (
     proximal,
     epochs,
     throughput,
+    quantized,
 )
 
 
