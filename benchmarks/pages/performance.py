@@ -41,30 +41,26 @@ def shrinking() -> list[str]:
     lines = [
         "## Time of a training that prunes",
         "",
-        'Total time of a run to half of the MACs with `compact="auto"`, as a multiple of the same '
-        "number of plain steps, and the same ratio for the last tenth of the steps; one run each. "
-        "Outside steps: seconds spent in the controller, proofs, compiling and capturing. 90 "
-        "epochs: the ratio extrapolated to 90 epochs of ImageNet, where this time occurs once. "
-        "The row on a GPU was measured with an earlier version, which closed the most expensive "
-        "channels first if images are random: those of the first stages, where most of the time is "
-        "spent. The current version closes channels evenly in all groups "
+        'A whole training to half of the MACs with `compact="auto"`, as a multiple of the same '
+        "number of plain steps: construction of the `Pruner`, steps, controller, proofs, compiling "
+        "and export included. The next column is the ratio for the last tenth of the steps. "
+        "Outside steps: seconds that are not part of a usual step. Mean MACs: what was left on "
+        "average over the steps. One run each, on random images "
         "([shrinking.py](../benchmarks/measure/shrinking.py)).",
         "",
-        "| network | batch | steps | plain (s) | pruned | last tenth | outside steps (s) | "
-        "90 epochs | MACs left | machine |",
+        "| network | batch | `multiple_of` | steps | plain (s) | pruned | last tenth | outside "
+        "steps (s) | mean MACs | machine |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, row in read_numbers("shrinking").items():
         batch = " × ".join(map(str, row["shape"]))
         machine = f"{row['machine']}, {row['threads']} threads, torch {row['versions']['torch']}"
-        total, longer = f"**{row['ratio']:.3f}**", "– | –"
-        if row["device"] == "cuda":
-            total = f"{row['ratio']:.3f}"
-            longer = f"{row['beside']['pruned']:.0f} | **{row['ratio_of_90_epochs']:.3f}**"
+        outside = row["setup"] + row["beside"]["pruned"] + row["export"]
         lines.append(
-            f"| {name} | {batch} | {row['steps']} | {row['seconds']['plain']:.0f} | "
-            f"{total} | {row['ratio_by_tenths'][-1]:.3f} | {longer} | "
-            f"{row['macs']:.1%} | {machine} |"
+            f"| {name} | {batch} | {row['multiple_of']} | {row['steps']:,} | "
+            f"{row['seconds']['plain']:.0f} | **{row['ratio']:.3f}** | "
+            f"{row['ratio_by_tenths'][-1]:.3f} | {outside:.0f} | {row['mean_macs']:.1%} | "
+            f"{machine} |"
         )
     return lines
 
