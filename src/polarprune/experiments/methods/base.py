@@ -99,7 +99,7 @@ class PlannedMethod(ComparedMethod):
     """A method that chooses the channels to keep and leaves the cutting to `polarprune.shrink`."""
 
     def set_up(self) -> None:
-        self.graph = trace(self.model, self.example)
+        self.graph = trace(self.model, self.example, norms=self.settings.norms)
         Budget(self.graph, self.limits).check_reachable()
 
     @abstractmethod

@@ -25,7 +25,12 @@ FROM_SCRATCH = ("thin", "reinit")
 
 
 def new_small_network(
-    model: nn.Module, example: Tensor, limits: Limits, shapes: Mapping[str, Any] | None
+    model: nn.Module,
+    example: Tensor,
+    limits: Limits,
+    shapes: Mapping[str, Any] | None,
+    *,
+    norms: bool = False,
 ) -> tuple[nn.Module, Widths]:
     """Return a small network with new weights, and the widths of its groups.
 
@@ -34,11 +39,12 @@ def new_small_network(
         example: The input batch that is traced.
         limits: The budget of each resource, as a share of the original cost.
         shapes: Group name -> width and original width, as a card has them; None for `thin`.
+        norms: Whether channels that layer norms mix are prunable.
 
     Raises:
         PruneError: The budget is out of reach, or the shapes do not fit the network or the budget.
     """
-    graph = trace(model, example)
+    graph = trace(model, example, norms=norms)
     plan = plan_of_thin(graph, limits) if shapes is None else plan_of_shapes(graph, limits, shapes)
     keep_variances(model, graph, plan)
     return shrink(model, graph, plan), widths_of(graph, plan)

@@ -89,7 +89,8 @@ def train_small(
         raise PruneError("reinit: give the widths of a pruned network, as --shapes FILE.")
     settings, teacher = run.settings, baseline if run.settings.distill else None
     run.seed("scratch")
-    small, widths = new_small_network(run.new_network(), run.data.example(), limits, shapes)
+    model, example = run.new_network(), run.data.example()
+    small, widths = new_small_network(model, example, limits, shapes, norms=settings.norms)
     if start is not None:
         load_initial_weights(small, start)
         run.costs["scratch_start"] = sum(costs_of_file(start).values())
