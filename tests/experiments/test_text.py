@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import polarprune as pp
+from benchmarks.measure import experiments
+from benchmarks.measure.experiments import Experiment
 from polarprune.cli.app import app
 from polarprune.experiments.data.table import open_data
 from polarprune.experiments.data.text import Text, open_text
@@ -321,3 +324,52 @@ def test_a_stage_ends_with_its_best_weights(data: Text, tmp_path: Path) -> None:
     card = prune(last, last.baseline(), params=0.5)
     rows = logged(tmp_path / "last")
     assert card["table"][1]["validation loss"] == rows[-1]["validation loss"]
+
+
+# --- equal training cost --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compared(small: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, Experiment]:
+    """The comparisons of the GPT, with the small one."""
+    monkeypatch.setitem(PRESETS, "gpt", replace(SMALL, epochs=2, baseline_epochs=1))
+    monkeypatch.setattr(experiments, "GPT_PARAMS", ((0.5, 1),))
+    monkeypatch.setattr(experiments, "GPT_STREAMS", {"gpt-{}-stream": "true"})
+    found = experiments.gpt()
+    monkeypatch.setattr(experiments, "EXPERIMENTS", found)
+    return found
+
+
+def test_controls_of_a_gpt_cost_as_much_as_ours(
+    compared: dict[str, Experiment], tmp_path: Path
+) -> None:
+    results, runs = tmp_path / "results", tmp_path / "runs"
+    folders = {"text": written(tmp_path / "data")}
+    given = argparse.Namespace(
+        results=results, runs=runs, zoo=tmp_path / "zoo", set=[], folders=folders
+    )
+    epochs, cards = {}, {}
+    for name in experiments.wanted([]):
+        assert experiments.ready(name, given), name
+        changes = compared[name].equal_changes(given)
+        call = compared[name].arguments(folders["text"], given, name)
+        more = [part for change in changes for part in ("--set", change)]
+        done = runner.invoke(app, [*call, *more, "--device", "cpu"])
+        assert done.exit_code == 0, (name, done.output)
+        experiments.keep(name, given)
+        epochs[name.removeprefix("gpt-50-stream-")] = changes
+        if not compared[name].is_baseline:
+            card = json.loads((results / name / "card.json").read_text())
+            cards[name.removeprefix("gpt-50-stream-")] = card
+    assert set(cards) == {
+        f"{one}-seed0" for one in ("ours", "uniform", "thin-cost", "thin-epochs", "magnitude-cost")
+    } | {"magnitude-epochs-seed0"}
+    ours = cards["ours-seed0"]
+    assert all(card["params_share"] <= 0.5 for card in cards.values())
+    assert cards["uniform-seed0"]["recipe"]["uniform"] and ours["recipe"]["norms"]
+    for method in ("thin", "magnitude"):
+        card = cards[f"{method}-cost-seed0"]
+        step = ours["epoch_examples"] * (3 * card["macs"] + card["table"][0]["macs"])
+        apart = card["training_macs"]["total"] - ours["training_macs"]["total"]
+        assert abs(apart) <= 0.51 * step  # half an epoch, as epochs are whole
+    assert epochs["thin-epochs-seed0"] == ["scratch_epochs=0"]

@@ -75,6 +75,7 @@ class Settings:
     compact: str | None = None  # "auto": remove closed channels during training
     uniform: bool = False  # the same widths at the same position of repeated blocks
     norms: bool = False  # channels that layer norms mix, such as a residual stream, are prunable
+    multiple_of: int | str = 1  # every width is a multiple of this, or "auto" (see `Pruner`)
     compiled: bool = False  # torch.compile
     distill: float = 0.0  # share of the loss that compares with the baseline's logits
     temperature: float = 4.0
@@ -119,6 +120,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,),
     "float": (int, float),
     "float | None": (int, float, type(None)),
+    "int | str": (int, str),
     "bool": (bool,),
     "str": (str,),
     "str | None": (str, type(None)),

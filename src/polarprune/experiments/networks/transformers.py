@@ -106,6 +106,49 @@ class GPT(nn.Module):
         return F.linear(self.norm(y), self.tokens.weight)
 
 
+class DeiT(nn.Module):
+    """A vision transformer with a class token and learned positions; the defaults are DeiT-Tiny/8.
+
+    Args:
+        classes: Number of outputs.
+        side: Side of the images, in pixels.
+        patch: Side of a patch, in pixels.
+        width: Channels of the residual stream.
+        heads: Heads of each block.
+        blocks: Number of blocks.
+    """
+
+    def __init__(
+        self,
+        classes: int = 200,
+        side: int = 64,
+        patch: int = 8,
+        width: int = 192,
+        heads: int = 3,
+        blocks: int = 12,
+    ) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, patch, patch)
+        self.token = nn.Parameter(torch.zeros(1, 1, width))
+        self.positions = nn.Parameter(torch.zeros(1, (side // patch) ** 2 + 1, width))
+        self.blocks = nn.ModuleList(
+            Block(width, heads, causal=False, dropout=0.0, bias=True) for _ in range(blocks)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, classes)
+        for parameter in (self.token, self.positions):
+            nn.init.normal_(parameter, std=_STD)
+        _initialise(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.patches(x).flatten(2).transpose(1, 2)
+        y = torch.cat([self.token.expand(len(y), -1, -1), y], 1) + self.positions
+        for block in self.blocks:
+            y = block(y)
+        logits: Tensor = self.head(self.norm(y[:, 0]))
+        return logits
+
+
 def _initialise(model: nn.Module) -> None:
     """Draw all weights as GPT-2 does; biases are zero."""
     for module in model.modules():

@@ -211,7 +211,7 @@ class Run:
             compact=self.settings.compact,
             uniform=self.settings.uniform,
             norms=self.settings.norms,
-            multiple_of=1,  # as in all stored runs
+            multiple_of=self.settings.multiple_of,
             macs=limits.get("macs"),
             params=limits.get("params"),
             lam=limits.get("lam"),
