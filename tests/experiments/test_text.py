@@ -23,7 +23,7 @@ from polarprune.experiments.networks import table
 from polarprune.experiments.networks.table import make_network
 from polarprune.experiments.networks.transformers import GPT
 from polarprune.experiments.presets import PRESETS, preset
-from polarprune.experiments.runs.optimizers import make_optimizer, split_by_decay
+from polarprune.experiments.runs.optimizers import clip_gradients, make_optimizer, split_by_decay
 from polarprune.experiments.runs.prune import prune
 from polarprune.experiments.runs.pruned_file import rebuild
 from polarprune.experiments.runs.run import Run
@@ -219,6 +219,16 @@ def test_only_matrices_decay_with_adamw() -> None:
     optimizer = make_optimizer(groups, SMALL, torch.device("cpu"))
     assert isinstance(optimizer, torch.optim.AdamW)
     assert optimizer.defaults["betas"] == (0.9, 0.99)
+
+
+def test_clipping_waits_for_nothing() -> None:
+    model = small_gpt()
+    groups = [{"params": list(model.parameters())}]
+    model(torch.zeros(1, 4, dtype=torch.long)).square().sum().backward()
+    with NoReading():
+        clip_gradients(groups, 0.5)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    assert float(norm) == pytest.approx(0.5, rel=1e-4)
 
 
 def test_the_cosine_ends_where_it_is_told() -> None:
