@@ -15,11 +15,13 @@ from benchmarks.measure.experiments import EXPERIMENTS
 from benchmarks.pages import transformer_runs
 from benchmarks.pages.stored_runs import read_runs
 from polarprune.cli.app import app
+from polarprune.experiments.methods.table import METHODS
 from polarprune.experiments.networks import table
 from polarprune.experiments.networks.table import make_network
 from polarprune.experiments.networks.transformers import DeiT
 from polarprune.experiments.presets import PRESETS
 from polarprune.experiments.runs.pruned_file import rebuild
+from polarprune.experiments.settings import Settings
 from polarprune.surgery.proof import count_macs
 from tests.helpers.cifar import runner
 from tests.helpers.tiny_imagenet import CLASSES, SIDE, written
@@ -70,6 +72,21 @@ def test_a_gated_deit_is_exported(norms: bool, uniform: bool) -> None:
     assert torch.allclose(small.eval()(x), model.eval()(x), atol=1e-4)
     if uniform:
         assert len({block.mlp[0].out_features for block in small.blocks}) == 1
+
+
+@pytest.mark.filterwarnings("ignore:Unwrapped parameters")  # the class token
+def test_torch_pruning_narrows_the_heads_of_a_deit() -> None:
+    pytest.importorskip("torch_pruning")
+    torch.manual_seed(0)
+    model, x = small_deit(), torch.randn(2, 3, SIDE, SIDE)
+    before = count_macs(model, x)
+    method = METHODS["torch-pruning"](model, x, Settings("x", norms=True), 1, {"macs": 0.5})
+    model(x).square().mean().backward()
+    method.after_backward()
+    small: Any = method.cut(model)
+    assert small(x).shape == (2, CLASSES) and 0.4 < count_macs(small, x) / before <= 0.5
+    attention = small.blocks[0].attention
+    assert attention.heads == 3 and attention.qkv.out_features % 9 == 0
 
 
 # --- complete runs --------------------------------------------------------------------------------

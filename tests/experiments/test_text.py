@@ -207,6 +207,21 @@ def test_a_gated_gpt_is_exported_in_both_modes(norms: bool, uniform: bool) -> No
         assert len({block.mlp[0].out_features for block in small.blocks}) == 1
 
 
+@pytest.mark.parametrize("norms", [False, True])
+def test_a_step_of_a_gated_gpt_is_one_graph_and_waits_for_nothing(norms: bool, data: Text) -> None:
+    """So `compiled=true` and a CUDA graph can hold it."""
+    model, batches = small_gpt(data.classes), data.stream(SMALL)
+    pruner = pp.Pruner(model, data.example(), params=0.5, steps=20, norms=norms)
+    groups = pruner.param_groups(lr=1e-3)
+    with NoReading():
+        x, y = batches.next()
+        batches.loss(model(x), y, None, SMALL).backward()
+        clip_gradients(groups, 1.0)
+    torch._dynamo.reset()
+    compiled = torch.compile(model.eval(), backend="eager", fullgraph=True)
+    assert torch.allclose(compiled(x), model(x), atol=1e-5)
+
+
 # --- the optimizer --------------------------------------------------------------------------------
 
 

@@ -27,20 +27,18 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int, *, causal: bool, dropout: float, bias: bool) -> None:
         super().__init__()
-        self.heads, self.head_width = heads, width // heads
-        self.causal, self.dropout = causal, dropout
+        self.heads, self.causal, self.dropout = heads, causal, dropout
         self.qkv = nn.Linear(width, 3 * width, bias=bias)
         self.project = nn.Linear(width, width, bias=bias)
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length = x.shape[:2]
-        packed = self.qkv(x).view(batch, length, 3, self.heads, self.head_width)
+        packed = self.qkv(x).view(batch, length, 3, self.heads, -1)
         query, key, value = packed.permute(2, 0, 3, 1, 4).unbind(0)
         drop = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(query, key, value, dropout_p=drop, is_causal=self.causal)
-        y = y.transpose(1, 2).reshape(batch, length, self.heads * self.head_width)
-        out: Tensor = self.drop(self.project(y))
+        out: Tensor = self.drop(self.project(y.transpose(1, 2).flatten(2)))
         return out
 
 
