@@ -17,6 +17,7 @@ import polarprune as pp
 from benchmarks.measure import experiments
 from benchmarks.measure.experiments import Experiment
 from polarprune.cli.app import app
+from polarprune.cli.console import line
 from polarprune.experiments.data.table import open_data
 from polarprune.experiments.data.text import Text, open_text
 from polarprune.experiments.networks import table
@@ -349,6 +350,47 @@ def test_a_stage_ends_with_its_best_weights(data: Text, tmp_path: Path) -> None:
     card = prune(last, last.baseline(), params=0.5)
     rows = logged(tmp_path / "last")
     assert card["table"][1]["validation loss"] == rows[-1]["validation loss"]
+
+
+class Stop(Exception):
+    """The run is killed."""
+
+
+@pytest.mark.usefixtures("small")
+def test_the_best_weights_survive_a_kill(
+    data: Text, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fourth epoch is the best one; the run is killed after the fifth of six."""
+    monkeypatch.setattr("polarprune.experiments.runs.run.CHECKPOINT_PAUSE", 0.0)
+
+    def scores(run: Run, trainer: Trainer) -> dict[str, float]:
+        return {"validation loss": abs(trainer.done / run.batches.per_epoch - 4)}
+
+    monkeypatch.setattr(Run, "_scores", scores)
+    changes = {"epochs": 6, "distill": 0.0}
+
+    def stop(row: dict[str, Any]) -> None:
+        if row["stage"] == "prune" and row["epoch"] == 5:
+            raise Stop
+
+    whole = run_of(data, tmp_path / "whole", **changes)
+    wanted = prune(whole, whole.baseline(), params=0.5)
+    last = run_of(data, tmp_path / "last", **changes, best=False)
+    assert prune(last, last.baseline(), params=0.5)["table"] != wanted["table"]
+    run = run_of(data, tmp_path / "parts", **changes)
+    run.progress = stop
+    with pytest.raises(Stop):
+        prune(run, run.baseline(), params=0.5)
+    torch.manual_seed(99)  # another process, another state
+    run = run_of(data, tmp_path / "parts", **changes)
+    card = prune(run, run.baseline(), params=0.5)
+    assert card["table"] == wanted["table"] and card["sha256"] == wanted["sha256"]
+
+
+def test_progress_shows_the_validation_loss() -> None:
+    assert line({"loss": 1.2345, "validation loss": 1.46971}) == (
+        "loss 1.234  validation loss 1.4697"
+    )
 
 
 # --- equal training cost --------------------------------------------------------------------------
