@@ -117,6 +117,35 @@ def test_a_deit_is_pruned_to_half_of_its_macs(data: str, more: list[str], tmp_pa
     assert small.eval()(x).shape == (1, CLASSES) and count_macs(small, x) == card["macs"]
 
 
+# --- the experiments ------------------------------------------------------------------------------
+
+
+def test_every_comparison_has_free_and_uniform_widths_and_equal_controls() -> None:
+    for stem, budget, seeds in (
+        ("gpt-50", {"params": 0.5}, 3),
+        ("gpt-50-stream", {"params": 0.5}, 3),
+        ("gpt-25", {"params": 0.25}, 1),
+        ("gpt-25-stream", {"params": 0.25}, 1),
+        ("deit-50", {"macs": 0.5}, 1),
+        ("deit-30", {"macs": 0.3}, 1),
+    ):
+        other = "torch-pruning" if "deit" in stem else "magnitude"
+        controls = [f"{m}-{e}" for m in ("thin", other) for e in ("cost", "epochs")]
+        for seed in range(seeds):
+            found = {n: EXPERIMENTS[f"{stem}-{n}-seed{seed}"] for n in ("ours", *controls)}
+            uniform = EXPERIMENTS[f"{stem}-uniform-seed{seed}"]
+            assert uniform._replace(change=found["ours"].change) == found["ours"]
+            assert uniform.change[-1] == "uniform=true"
+            for one in found.values():
+                assert all(getattr(one, key) == limit for key, limit in budget.items())
+                assert one.after == f"{stem.split('-')[0]}-baseline" and one.seed == seed
+                assert "uniform=true" not in one.change
+                assert one.change == (
+                    () if "deit" in stem else (f"norms={str('stream' in stem).lower()}",)
+                )
+        assert f"{stem}-ours-seed{seeds}" not in EXPERIMENTS
+
+
 # --- the page -------------------------------------------------------------------------------------
 
 
