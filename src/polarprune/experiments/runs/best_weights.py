@@ -1,4 +1,4 @@
-"""`BestWeights`: the weights of the epoch with the best score, for networks that learn too much."""
+"""`BestWeights`: the weights of the epoch with the best score, for networks that overfit."""
 
 from __future__ import annotations
 

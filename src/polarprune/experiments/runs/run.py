@@ -306,7 +306,7 @@ class Run:
         try:
             state = torch.load(checkpoint, map_location=self.device, weights_only=True)
             trainer.load(state)
-            best.state = state["best"]
+            best.state = state.get("best", {})  # earlier versions kept none
         except Exception as error:  # damaged, or of another run
             raise PruneError(
                 f"{checkpoint}: not a checkpoint of this run ({error!r}). Delete it, or choose "
