@@ -12,6 +12,8 @@ run at once, because a small network does not fill a GPU (with NVIDIA's multi-pr
     python -m benchmarks.measure.experiments --data cifar10:DIR worth  # against thin networks
     python -m benchmarks.measure.experiments --data tiny-imagenet:DIR tiny
     python -m benchmarks.measure.experiments --data tiny-imagenet:DIR --data cifar10:DIR transfer
+    python -m benchmarks.measure.experiments --data text:FILE gpt  # transformers
+    python -m benchmarks.measure.experiments --data tiny-imagenet:DIR deit
 """
 
 import argparse
@@ -31,9 +33,12 @@ from benchmarks.measure.lambda_search import lambda_for
 from benchmarks.store import ROOT
 from polarprune import Schedule
 from polarprune.cli.run_options import parse_changes
+from polarprune.experiments.data.table import open_data
 from polarprune.experiments.methods.table import METHODS
 from polarprune.experiments.presets import PRESETS, preset
-from polarprune.experiments.runs.referee import Entry, epochs_of
+from polarprune.experiments.runs.referee import Entry, epochs_of, macs_of_control
+from polarprune.experiments.runs.run import Run
+from polarprune.experiments.settings import Settings
 from polarprune.files.model_file import read_card
 
 KEPT = ("card.json", "log.jsonl")
@@ -66,11 +71,12 @@ class Experiment(NamedTuple):
     ours: str = ""
     equal: str = ""  # "cost" or "epochs"
     small: str = ""  # whose small network a `reinit` starts from, widths and weights
+    params: float = 0.0  # a budget of parameters, instead of MACs
 
     @property
     def is_baseline(self) -> bool:
         """True if nothing is pruned."""
-        return not (self.macs or self.lam or self.aim)
+        return not (self.macs or self.params or self.lam or self.aim)
 
     @property
     def kind(self) -> str:
@@ -80,7 +86,7 @@ class Experiment(NamedTuple):
     def arguments(self, data: str, given: argparse.Namespace, name: str) -> list[str]:
         goal = [
             part
-            for key in ("macs", "lam")
+            for key in ("macs", "params", "lam")
             if getattr(self, key)
             for part in (f"--{key}", str(getattr(self, key)))
         ]
@@ -119,8 +125,17 @@ class Experiment(NamedTuple):
         card = json.loads((given.results / self.ours / "card.json").read_text(encoding="utf-8"))
         changes = parse_changes([*self.change, *given.set], None)
         settings = preset(self.preset, **changes)
-        found = epochs_of(Entry(self.method, self.equal), settings, changes, card)
+        entry, macs = Entry(self.method, self.equal), self.macs_of_control(settings, given)
+        found = epochs_of(entry, settings, changes, card, macs)
         return [f"{key}={json.dumps(value)}" for key, value in found.items()]
+
+    def macs_of_control(self, settings: Settings, given: argparse.Namespace) -> int | None:
+        """Return the MACs of the small network, if a budget of parameters sets them."""
+        if not self.params:
+            return None
+        data = open_data(given.folders[self.kind], settings)
+        run = Run(settings, data, given.runs / "none")  # nothing is written
+        return macs_of_control(run, self.method, {"params": self.params})
 
     def found_lambda(self, folder: Path) -> float:
         """Return the λ that should leave `aim`, estimated from stored short runs."""
@@ -162,6 +177,9 @@ TINY = {  # the paper's budgets on ImageNet, and seeds
 TRANSFERRED = ("resnet50", "mobilenet_v2")
 FEW = (50, 500)  # images of each class
 TRANSFER_MACS, TRANSFER_SEEDS = (0.5, 0.25), 3
+GPT_PARAMS = ((0.5, 3), (0.25, 1))  # of the parameters, and seeds
+GPT_STREAMS = {"gpt-{}": "false", "gpt-{}-stream": "true"}  # whether the residual stream is open
+DEIT_MACS = (0.5, 0.3)
 CLAIMS = (("resnet56", 0.4665), ("resnet56", 0.3436), ("vgg16", 0.3055), ("mobilenetv2", 0.5378))
 
 
@@ -286,6 +304,38 @@ def transfer_runs(network: str, images: int, seed: int) -> dict[str, Experiment]
         found[f"{own}-thin-first-seed{seed}"] = usual._replace(
             method="reinit", small=f"transfer-{network}-{percent(macs)}-thin-first", start=""
         )
+    return found
+
+
+def uniform_or_free(
+    stem: str, usual: Experiment, methods: tuple[str, ...]
+) -> dict[str, Experiment]:
+    """Return the runs of `against`, and one of ours with uniform widths."""
+    found = against(stem, usual, methods)
+    change = (*usual.change, "uniform=true")
+    return {**found, f"{stem}-uniform-seed{usual.seed}": usual._replace(change=change)}
+
+
+def gpt() -> dict[str, Experiment]:
+    """Return the runs of the GPT, in the order in which they tell most."""
+    found = {"gpt-baseline": Experiment("gpt")}
+    for seed in range(max(seeds for _, seeds in GPT_PARAMS)):
+        for params, seeds in GPT_PARAMS:
+            for stem, norms in GPT_STREAMS.items():
+                if seed < seeds:
+                    usual = Experiment("gpt", seed=seed, params=params, after="gpt-baseline")
+                    usual = usual._replace(change=(f"norms={norms}",))
+                    name = stem.format(percent(params))
+                    found |= uniform_or_free(name, usual, ("thin", "magnitude"))
+    return found
+
+
+def deit() -> dict[str, Experiment]:
+    """Return the runs of DeiT-Tiny/8 on Tiny ImageNet."""
+    found = {"deit-baseline": Experiment("deit_tiny")}
+    for macs in DEIT_MACS:
+        usual = Experiment("deit_tiny", macs, after="deit-baseline")
+        found |= uniform_or_free(f"deit-{percent(macs)}", usual, ("thin", "torch-pruning"))
     return found
 
 
@@ -419,6 +469,8 @@ EXPERIMENTS = {
     **worth(),
     **tiny(),
     **transfer(),
+    **gpt(),
+    **deit(),
 }
 
 

@@ -44,7 +44,7 @@ LABEL_OFFSETS = {  # of labels that would overlap otherwise
 MAIN = "resnet56-47-seed0"
 # How the names of runs start that are not in the paper's table: shorter ones, and comparisons.
 SHORT_RUNS = ("ablation", "plain", "search", "steering")
-COMPARISONS = ("worth", "tiny", "transfer", "paper")
+COMPARISONS = ("worth", "tiny", "transfer", "paper", "gpt", "deit")
 SUPERSEDED = "earlier"  # how the names of runs start that were repeated with a later version
 
 

@@ -9,7 +9,14 @@ A run is a folder with the card.json and log.jsonl that `polarprune train` left:
 from pathlib import Path
 
 from benchmarks.measure.experiments import SHORT
-from benchmarks.pages import compared_methods, figures, paper_settings, paper_table, worth
+from benchmarks.pages import (
+    compared_methods,
+    figures,
+    paper_settings,
+    paper_table,
+    transformer_runs,
+    worth,
+)
 from benchmarks.pages.captions import CAPTIONS
 from benchmarks.pages.compared_methods import COMPARED
 from benchmarks.pages.run_conditions import NETWORK_NAMES, conditions, held_out
@@ -66,6 +73,9 @@ def page(runs: list[StoredRun], folder: Path) -> str:
         *worth.tiny(folder),
         "## Transfer",
         *worth.transfer(folder),
+        "## Transformers",
+        *transformer_runs.gpt(folder),
+        *transformer_runs.deit(folder),
         "## Figures",
         "Drawn from `results/` and [paper.json](../benchmarks/numbers/paper.json) by `make "
         f"figures`. Ablations are runs of {SHORT} epochs with ResNet-56 on CIFAR-10, from the same "

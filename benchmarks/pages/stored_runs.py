@@ -12,8 +12,13 @@ from benchmarks.pages import figures
 TEST_SET = 10000  # images
 # Settings that runs of earlier versions do not state, because they had no others.
 ADDED = {
-    **dict.fromkeys(("side", "per_class", "data_seed", "scratch_epochs"), 0),
+    **dict.fromkeys(("side", "per_class", "data_seed", "scratch_epochs", "epoch_steps"), 0),
+    **dict.fromkeys(("lr_end", "clip"), 0.0),
+    **dict.fromkeys(("uniform", "norms", "best"), False),
     "tune_decay": None,
+    "beta2": 0.999,
+    "context": 256,
+    "multiple_of": 1,
 }
 
 

@@ -30,9 +30,10 @@ from polarprune.experiments.data.voc import (
 from polarprune.experiments.networks.imagenet import from_torchvision
 from polarprune.experiments.networks.table import NETWORKS
 from polarprune.experiments.presets import PRESETS
+from polarprune.experiments.runs.optimizers import split_slow_group
 from polarprune.experiments.runs.pruned_file import rebuild
 from polarprune.experiments.runs.run import Run
-from polarprune.experiments.runs.trainer import Trainer, split_slow_group
+from polarprune.experiments.runs.trainer import Trainer
 from polarprune.experiments.settings import Settings
 from tests.helpers.no_reading import NoReading
 from tests.helpers.voc import Tiny, mask_of, saved, written

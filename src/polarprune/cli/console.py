@@ -50,11 +50,15 @@ def bar() -> Progress:
     )
 
 
+_SCORES = {"accuracy": ".1%", "mIoU": ".1%", "perceptual loss": ".4g", "validation loss": ".4f"}
+
+
 def line(row: dict[str, Any]) -> str:
     """Format a row of a training log."""
     text = f"loss {row['loss']:.3f}"
-    if "accuracy" in row:
-        text += f"  accuracy {row['accuracy']:.1%}"
+    for measure, form in _SCORES.items():
+        if measure in row:
+            text += f"  {measure} {row[measure]:{form}}"
     if "macs" in row:
         text += (
             f"  MACs {row['macs']:.1%}  closed {row['closed']}  "

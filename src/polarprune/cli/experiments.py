@@ -173,7 +173,7 @@ def evaluate(
         f"{file.name}: {card['network']}, {card['macs'] / 1e6:.2f} M MACs "
         f"({card['macs_share']:.2%}), {card['params'] / 1e6:.3f} M params "
         f"({card['params_share']:.2%})\n"
-        f"{task.measure} {task.shown(score)} on {task.counts[1]:,} images in "
+        f"{task.measure} {task.shown(score)} on {task.counts[1]:,} {task.unit} in "
         f"{seconds:.0f} s (its card: {_stated_score(card, task)})",
         markup=False,
     )
@@ -183,7 +183,7 @@ def _data_settings(card: dict[str, Any]) -> Settings:
     """Return what a card says about the data that its network is for."""
     recipe = card.get("recipe")
     told = recipe if isinstance(recipe, dict) else {}
-    sizes = {key: told.get(key, 0) for key in ("crop", "side")}
+    sizes = {key: told[key] for key in ("crop", "side", "context") if key in told}
     return Settings(card["network"], told.get("data", "cifar10"), **sizes)
 
 

@@ -152,6 +152,55 @@ def _style() -> Settings:
     )
 
 
+def _gpt() -> Settings:
+    """Return nanoGPT's settings for Shakespeare: 5,000 steps, scored every 250 as there."""
+    return Settings(
+        "gpt",
+        "text",
+        baseline_epochs=20,
+        epochs=20,
+        batch=64,
+        baseline_lr=1e-3,
+        lr=1e-3,
+        tune_lr=1e-3,
+        warm_up=0.4,  # 100 steps
+        lr_end=0.1,
+        optimizer="adamw",
+        beta2=0.99,
+        weight_decay=0.1,
+        clip=1.0,
+        epoch_steps=250,
+        multiple_of="auto",
+        distill=0.9,
+        temperature=1.0,
+        scored=1,
+        best=True,
+    )
+
+
+def _deit() -> Settings:
+    """Return our settings for DeiT-Tiny/8 on Tiny ImageNet; see docs/experiments.md."""
+    return Settings(
+        "deit_tiny",
+        "tiny-imagenet",
+        baseline_epochs=100,
+        epochs=100,
+        batch=512,
+        baseline_lr=1e-3,
+        lr=1e-3,
+        tune_lr=1e-3,
+        warm_up=5.0,
+        lr_end=0.01,
+        optimizer="adamw",
+        weight_decay=0.05,
+        clip=1.0,
+        label_smoothing=0.1,
+        norms=True,
+        multiple_of="auto",
+        distill=0.9,
+    )
+
+
 PRESETS = {
     "resnet56": Settings("resnet56", distill=0.9, cutout=8),
     "vgg16": Settings("vgg16", baseline_lr=0.1, lr=0.1, distill=0.9, cutout=16),
@@ -162,6 +211,8 @@ PRESETS = {
     "deeplabv3plus-scratch": _deeplab_from_scratch(),
     "deeplab_backbone": Settings("deeplab_backbone", baseline_epochs=30, baseline_lr=0.1),
     "stylenet": _style(),
+    "gpt": _gpt(),
+    "deit_tiny": _deit(),
     "mobilenet_v1": replace(_imagenet("mobilenet_v1"), rates="steps"),
     "mobilenet_v2": replace(
         _imagenet("mobilenet_v2"),

@@ -56,23 +56,33 @@ class Settings:
     # again at the highest rate when the budget is met.
     rates: str = "cosine"
     slow: str = ""  # modules whose names start with this learn at a tenth of the rate
-    optimizer: str = "sgd"  # or "adam"
-    momentum: float = 0.9
+    lr_end: float = 0.0  # where the cosine ends, as a share of the highest rate
+    optimizer: str = "sgd"  # or "adam", or "adamw", which decays matrices only
+    momentum: float = 0.9  # β₁ of Adam and AdamW
+    beta2: float = 0.999  # of Adam and AdamW
     nesterov: bool = True
     weight_decay: float = 5e-4
+    clip: float = 0.0  # largest norm of the gradients of all weights together; 0: any
     label_smoothing: float = 0.0
     cutout: int = 0  # side of the square that is blanked in every image, in pixels
     crop: int = 0  # side of the square that is cropped from a photo of any size, in pixels
     side: int = 0  # of CIFAR-10 or Tiny ImageNet, enlarged or reduced; 0: as they are
+    context: int = 256  # characters of an example of text
+    epoch_steps: int = 0  # batches of an epoch of text; 0: as many as the text has examples for
     per_class: int = 0  # training images of each class of these data sets; 0: all
     data_seed: int = 0  # draws them; the same for all seeds of a comparison
     schedule: Schedule = Schedule()
     compact: str | None = None  # "auto": remove closed channels during training
     uniform: bool = False  # the same widths at the same position of repeated blocks
+    norms: bool = False  # channels that layer norms mix, such as a residual stream, are prunable
+    multiple_of: int | str = 1  # every width is a multiple of this, or "auto" (see `Pruner`)
     compiled: bool = False  # torch.compile
     distill: float = 0.0  # share of the loss that compares with the baseline's logits
     temperature: float = 4.0
-    scored: int = 10  # epochs between scores on the test set, for curves; nothing is chosen by them
+    # Epochs between scores on the test set, for curves; nothing is chosen by them, unless `best` is
+    # set: then a stage ends with the weights that had the best score, once the budget was met.
+    scored: int = 10
+    best: bool = False
     recalibrate: int = 0  # batches from which batch norms re-estimate their statistics at the end
     tune_epochs: int = 0  # of fine-tuning after removal
     tune_lr: float = 0.02
@@ -103,27 +113,28 @@ class Settings:
             return float((1 - done) ** 0.9)
         if self.rates == "restart" and 0 < landing <= progress:
             done = (progress - landing) / (1 - landing)
-        return 0.5 * (1 + math.cos(math.pi * done))
+        return self.lr_end + (1 - self.lr_end) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,),
     "float": (int, float),
     "float | None": (int, float, type(None)),
+    "int | str": (int, str),
     "bool": (bool,),
     "str": (str,),
     "str | None": (str, type(None)),
     "Schedule": (Schedule,),
     "MethodSettings": (MethodSettings,),
 }
-_CHOICES = {"rates": ("cosine", "steps", "poly", "restart"), "optimizer": ("sgd", "adam")}
+_CHOICES = {"rates": ("cosine", "steps", "poly", "restart"), "optimizer": ("sgd", "adam", "adamw")}
 _LIMITS: dict[str, tuple[float, float | None]] = {
-    **dict.fromkeys(("batch", "epochs", "scored"), (1, None)),
+    **dict.fromkeys(("batch", "epochs", "scored", "context"), (1, None)),
     **dict.fromkeys(("baseline_epochs", "tune_epochs", "scratch_epochs", "recalibrate"), (0, None)),
-    **dict.fromkeys(("cutout", "crop", "side", "per_class"), (0, None)),
+    **dict.fromkeys(("cutout", "crop", "side", "per_class", "epoch_steps"), (0, None)),
     **dict.fromkeys(("baseline_lr", "lr", "tune_lr"), (0, None)),
-    **dict.fromkeys(("warm_up", "weight_decay", "tune_decay"), (0, None)),
-    **dict.fromkeys(("momentum", "label_smoothing", "distill"), (0, 1)),
+    **dict.fromkeys(("warm_up", "weight_decay", "tune_decay", "clip"), (0, None)),
+    **dict.fromkeys(("momentum", "beta2", "lr_end", "label_smoothing", "distill"), (0, 1)),
     **dict.fromkeys(("seed", "data_seed"), (0, 2**63 - 1)),
 }
 

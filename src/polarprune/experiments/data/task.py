@@ -75,6 +75,7 @@ class Task(ABC):
 
     measure = "accuracy"  # what `score` is called in logs and cards
     higher_is_better = True
+    unit = "images"  # what the examples are, for messages
     examples = 2  # in the traced batch: a batch norm over single values needs more than one
     classes: int | None = None  # None if it is not known, or if there are none
 

@@ -99,7 +99,7 @@ class PlannedMethod(ComparedMethod):
     """A method that chooses the channels to keep and leaves the cutting to `polarprune.shrink`."""
 
     def set_up(self) -> None:
-        self.graph = trace(self.model, self.example)
+        self.graph = trace(self.model, self.example, norms=self.settings.norms)
         Budget(self.graph, self.limits).check_reachable()
 
     @abstractmethod
@@ -113,7 +113,10 @@ class PlannedMethod(ComparedMethod):
 
     def keep_same_share(self, scores: Tensor) -> Plan:
         """Return a plan that keeps the same share of every group, highest scores first."""
-        return plan_by_score(self.graph, scores, multiple_of=1, min_channels=0, **self.limits)
+        multiple = self.settings.multiple_of
+        return plan_by_score(
+            self.graph, scores, multiple_of=multiple, min_channels=0, **self.limits
+        )
 
     def keep_above_threshold(self, scores: Tensor) -> Plan:
         """Return a plan that keeps the channels above one threshold for all groups."""

@@ -25,7 +25,13 @@ FROM_SCRATCH = ("thin", "reinit")
 
 
 def new_small_network(
-    model: nn.Module, example: Tensor, limits: Limits, shapes: Mapping[str, Any] | None
+    model: nn.Module,
+    example: Tensor,
+    limits: Limits,
+    shapes: Mapping[str, Any] | None,
+    *,
+    norms: bool = False,
+    multiple_of: int | str = 1,
 ) -> tuple[nn.Module, Widths]:
     """Return a small network with new weights, and the widths of its groups.
 
@@ -34,19 +40,25 @@ def new_small_network(
         example: The input batch that is traced.
         limits: The budget of each resource, as a share of the original cost.
         shapes: Group name -> width and original width, as a card has them; None for `thin`.
+        norms: Whether channels that layer norms mix are prunable.
+        multiple_of: Every width of `thin` is a multiple of this, or "auto" (see `Pruner`).
 
     Raises:
         PruneError: The budget is out of reach, or the shapes do not fit the network or the budget.
     """
-    graph = trace(model, example)
-    plan = plan_of_thin(graph, limits) if shapes is None else plan_of_shapes(graph, limits, shapes)
+    graph = trace(model, example, norms=norms)
+    if shapes is None:
+        plan = plan_of_thin(graph, limits, multiple_of)
+    else:
+        plan = plan_of_shapes(graph, limits, shapes)
     keep_variances(model, graph, plan)
     return shrink(model, graph, plan), widths_of(graph, plan)
 
 
-def plan_of_thin(graph: Graph, limits: Limits) -> Plan:
+def plan_of_thin(graph: Graph, limits: Limits, multiple_of: int | str = 1) -> Plan:
     """Return a plan in which every group keeps the same share, and at least one channel."""
-    return plan_by_score(graph, torch.ones(graph.units), multiple_of=1, min_channels=1, **limits)
+    same = torch.ones(graph.units)
+    return plan_by_score(graph, same, multiple_of=multiple_of, min_channels=1, **limits)
 
 
 def plan_of_shapes(graph: Graph, limits: Limits, shapes: Mapping[str, Any]) -> Plan:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ...channels.graph import FROZEN
 from ...cost.other_scores import UnitNorms
 from ...errors import PruneError
+from ..networks.transformers import Attention
 from .base import ComparedMethod, Groups
 from .model_cost import cost_of
 
@@ -56,6 +57,7 @@ class TorchPruning(ComparedMethod):
 
     def _pruner(self, model: nn.Module, ratio: float) -> _Pruner:
         tp = _library()
+        attentions = [module for module in model.modules() if isinstance(module, Attention)]
         pruner: _Pruner = tp.pruner.GroupNormPruner(
             model,
             self.example,
@@ -63,6 +65,7 @@ class TorchPruning(ComparedMethod):
             reg=self.own.torch_pruning,
             global_pruning=True,
             pruning_ratio=ratio,
+            num_heads={attention.qkv: attention.heads for attention in attentions},
             ignored_layers=[[m for m in model.modules() if isinstance(m, nn.Linear)][-1]],
         )
         return pruner

@@ -19,11 +19,14 @@ from .imagenet import (
 )
 from .small_images import VGG, MobileNetV2, mobilenetv2_88m, resnet20, resnet56
 from .style import StyleNet
+from .transformers import GPT, DeiT
 
 ANY_CLASSES: dict[str, Callable[..., nn.Module]] = {  # with as many classes as the data has
     "mobilenet_v1_tiny": mobilenet_v1_tiny,
     "mobilenet_v2_tiny": mobilenet_v2_tiny,
     "resnet50_tiny": resnet50_tiny,
+    "gpt": GPT,
+    "deit_tiny": DeiT,
 }
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "resnet56": resnet56,

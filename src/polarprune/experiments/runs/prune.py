@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from ...errors import PruneError
-from ..methods.base import ComparedMethod, Limits
+from ..methods.base import ComparedMethod, Limits, Widths
 from ..methods.from_scratch import FROM_SCRATCH, new_small_network
 from ..methods.model_cost import cost_of
 from ..methods.table import ALL_METHODS, check
@@ -89,7 +89,7 @@ def train_small(
         raise PruneError("reinit: give the widths of a pruned network, as --shapes FILE.")
     settings, teacher = run.settings, baseline if run.settings.distill else None
     run.seed("scratch")
-    small, widths = new_small_network(run.new_network(), run.data.example(), limits, shapes)
+    small, widths = small_network(run, limits, shapes)
     if start is not None:
         load_initial_weights(small, start)
         run.costs["scratch_start"] = sum(costs_of_file(start).values())
@@ -99,3 +99,17 @@ def train_small(
     before, after = (run.per_example(cost_of(m, run.data.example())) for m in (baseline, small))
     card = run.card(method, limits, run.score(baseline), Pruned(None, small, before, after))
     return run.finish({**card, "widths": widths}, small, teacher)
+
+
+def small_network(run: Run, limits: Limits, shapes: Json | None = None) -> tuple[nn.Module, Widths]:
+    """Return a small network with new weights, and its widths.
+
+    Args:
+        run: The run, which has settings and data.
+        limits: Budgets as shares of the original cost.
+        shapes: For "reinit", group name -> width and original width; None for "thin".
+    """
+    model, settings = run.new_network(), run.settings
+    norms, multiple = settings.norms, settings.multiple_of
+    example = run.data.example()
+    return new_small_network(model, example, limits, shapes, norms=norms, multiple_of=multiple)

@@ -18,9 +18,11 @@ from torch import nn
 from ...errors import PruneError
 from ..methods.base import Limits
 from ..methods.from_scratch import FROM_SCRATCH
+from ..methods.model_cost import cost_of
 from ..methods.table import METHODS
 from ..settings import Settings
 from .files import Json, read_json
+from .prune import small_network
 from .run import Run
 from .training_cost import scratch_epochs, tune_epochs
 from .trials import Trial
@@ -96,7 +98,9 @@ def control_trial(base: Trial, entry: Entry, seed: int, settings: Settings) -> T
     return trial_of(base, entry, seed, epochs_of(entry, settings, base.changes, ours))
 
 
-def epochs_of(entry: Entry, settings: Settings, given: Json, ours: Json) -> Json:
+def epochs_of(
+    entry: Entry, settings: Settings, given: Json, ours: Json, macs: int | None = None
+) -> Json:
     """Return the settings in which a control differs from ours.
 
     Args:
@@ -104,14 +108,16 @@ def epochs_of(entry: Entry, settings: Settings, given: Json, ours: Json) -> Json
         settings: The settings of ours.
         given: What the user changed of them; a given rate of fine-tuning is kept.
         ours: The card of ours.
+        macs: MACs of an example of the small network of the control, where they are not those of
+            ours; see `macs_of_control`.
     """
     at_cost = entry.equal == "cost"
     if entry.method in FROM_SCRATCH:
-        return {"scratch_epochs": scratch_epochs(ours) if at_cost else 0}
+        return {"scratch_epochs": scratch_epochs(ours, macs) if at_cost else 0}
     before = epochs_before_cut(entry.method, settings)
     after = settings.epochs + settings.tune_epochs - before
     if at_cost:
-        after = tune_epochs(ours, before)
+        after = tune_epochs(ours, before, macs)
     rate = settings.tune_lr if "tune_lr" in given else settings.lr
     return {"epochs": before, "tune_epochs": after, "tune_lr": rate}
 
@@ -121,6 +127,32 @@ def epochs_before_cut(method: str, settings: Settings) -> int:
     if method in _LANDING:
         return settings.epochs
     return 1 if method in _UNTRAINED else max(1, settings.epochs // 2)
+
+
+def macs_of_control(run: Run, method: str, limits: Limits) -> int | None:
+    """Return the MACs of an example of the small network of a control, if they can be known.
+
+    With a budget of MACs, they are those of ours. With another budget, they follow from the widths
+    where the method alone sets these.
+
+    Args:
+        run: The run of the control.
+        method: One of `CONTROLS`.
+        limits: The budget.
+    """
+    if "macs" in limits or method not in ("thin", *_UNTRAINED):
+        return None
+    if method == "thin":
+        small, _ = small_network(run, limits)
+    else:
+        small = _cut(run, method, limits)
+    return run.per_example(cost_of(small, run.data.example()))["macs"]
+
+
+def _cut(run: Run, method: str, limits: Limits) -> nn.Module:
+    """Return what a method leaves of a network with new weights."""
+    model = run.new_network()
+    return METHODS[method](model, run.data.example(), run.settings, 1, limits).cut(model)
 
 
 def obstacle(run: Run, method: str, limits: Limits) -> str:
@@ -133,9 +165,8 @@ def obstacle(run: Run, method: str, limits: Limits) -> str:
         method: One of `METHODS`.
         limits: The budget.
     """
-    model: nn.Module = run.new_network()
     try:
-        METHODS[method](model, run.data.example(), run.settings, 1, limits).cut(model)
+        _cut(run, method, limits)
     except Exception as error:  # another library may raise anything
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return ""

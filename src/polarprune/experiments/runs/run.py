@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from ..methods.from_scratch import FROM_SCRATCH
 from ..networks.table import make_network
 from ..processes import rank_and_count, wait_for_all
 from ..settings import Settings
+from .best_weights import BestWeights
 from .calibration import recalibrate, recalibrated
 from .card import Cost, Pruned, make_card
 from .files import Json, append, read_json, write_json
@@ -184,7 +186,10 @@ class Run:
         self.train("prune", trainer)
         if settings.recalibrate:
             recalibrate(model, self.batches, settings.recalibrate)
-        small = pruner.export()
+        with warnings.catch_warnings():  # the best weights may be those of an earlier step
+            if settings.best:
+                warnings.filterwarnings("ignore", "export: .* steps were taken")
+            small = pruner.export()
         report = pruner.report()
         before, after = self.per_example(report.before), self.per_example(report.after)
         card = self.card("gdp", limits, baseline, Pruned(model, small, before, after))
@@ -205,7 +210,8 @@ class Run:
             schedule=self.settings.schedule,
             compact=self.settings.compact,
             uniform=self.settings.uniform,
-            multiple_of=1,  # as in all stored runs
+            norms=self.settings.norms,
+            multiple_of=self.settings.multiple_of,
             macs=limits.get("macs"),
             params=limits.get("params"),
             lam=limits.get("lam"),
@@ -265,9 +271,9 @@ class Run:
             )
         make_folder(self.out)
         seed = self.seed(stage)
-        checkpoint = self.out / f"{stage}.checkpoint"
+        checkpoint, best = self.out / f"{stage}.checkpoint", BestWeights(self.data.higher_is_better)
         if checkpoint.exists():
-            self._resume(trainer, checkpoint)
+            self._resume(trainer, checkpoint, best)
         start = saved = time.perf_counter()
         rank = rank_and_count()[0]
         while trainer.done < trainer.steps:
@@ -276,6 +282,8 @@ class Run:
             row = self._epoch(stage, trainer)
             now = time.perf_counter()
             row["seconds"] = round(now - start, 2)
+            if self.settings.best and self.data.measure in row:
+                best.offer(row[self.data.measure], trainer)
             if not self.writes:
                 continue
             append(self.out / "log.jsonl", json.dumps(row) + "\n")
@@ -283,7 +291,8 @@ class Run:
             if now - saved >= CHECKPOINT_PAUSE or row["epoch"] == trainer.epochs:
                 saved = now
                 with replacing(checkpoint) as new, new.open("wb") as file:
-                    torch.save(trainer.state(), file)
+                    torch.save({**trainer.state(), "best": best.state}, file)
+        best.restore(trainer)
         self.costs[stage] = trainer.training_macs
         wait_for_all()
 
@@ -293,9 +302,11 @@ class Run:
         torch.manual_seed(seed % 2**63)
         return seed
 
-    def _resume(self, trainer: Trainer, checkpoint: Path) -> None:
+    def _resume(self, trainer: Trainer, checkpoint: Path, best: BestWeights) -> None:
         try:
-            trainer.load(torch.load(checkpoint, map_location=self.device, weights_only=True))
+            state = torch.load(checkpoint, map_location=self.device, weights_only=True)
+            trainer.load(state)
+            best.state = state.get("best", {})  # earlier versions kept none
         except Exception as error:  # damaged, or of another run
             raise PruneError(
                 f"{checkpoint}: not a checkpoint of this run ({error!r}). Delete it, or choose "

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Adam, Optimizer
 
 from ...training.pruner import Pruner
 from ..data.task import Stream
@@ -21,6 +20,7 @@ from ..methods.base import Groups, Method
 from ..processes import rank_and_count, share_buffers, sum_over_processes
 from ..settings import Settings
 from .cuda_graph import CapturedStep
+from .optimizers import clip_gradients, make_optimizer, split_by_decay, split_slow_group
 from .training_cost import macs_of_an_example
 
 
@@ -66,7 +66,7 @@ class Trainer:
         self._run_teacher = self._compiled(self.teacher) if self.teacher else None
         groups = self._param_groups(lr)
         self.rates: list[float] = [group["lr"] for group in groups]
-        self.optimizer = self._make_optimizer(groups)
+        self.optimizer = make_optimizer(groups, settings, self.device)
         if pruner:
             pruner.attach(self.optimizer)
         self.sums = torch.zeros(2, device=self.device)  # of the losses and of the accuracies
@@ -103,16 +103,8 @@ class Trainer:
             groups = self.pruner.param_groups(lr=lr, weight_decay=decay)
         else:
             groups = self.method.param_groups(self.model, lr, decay)
-        return split_slow_group(groups, self.model, self.settings.slow)
-
-    def _make_optimizer(self, groups: Groups) -> Optimizer:
-        settings, fused = self.settings, self.on_gpu or None
-        if self.on_gpu:  # a captured step reads the learning rate from the device
-            for group in groups:
-                group["lr"] = torch.tensor(group["lr"], device=self.device)
-        if settings.optimizer == "adam":
-            return Adam(groups, fused=fused, capturable=self.on_gpu)
-        return SGD(groups, momentum=settings.momentum, nesterov=settings.nesterov, fused=fused)
+        groups = split_slow_group(groups, self.model, self.settings.slow)
+        return split_by_decay(groups) if self.settings.optimizer == "adamw" else groups
 
     def _step(self) -> None:
         self.model.train()
@@ -126,9 +118,15 @@ class Trainer:
         penalty = self.method.penalty()
         (loss if penalty is None else loss + penalty).backward()
         self.method.after_backward()
+        if self.settings.clip:
+            clip_gradients(self._groups_of_weights(), self.settings.clip)
         self.optimizer.step()
         self.method.after_step(self.optimizer.param_groups[0]["lr"])
         self.sums += torch.stack([loss.detach(), self.batches.accuracy(output, y)])
+
+    def _groups_of_weights(self) -> Groups:
+        """Return the groups of the optimizer without that of the pruner's gates, the last one."""
+        return self.optimizer.param_groups[: -1 if self.pruner else None]
 
     def _set_rate(self) -> None:
         share = self.settings.rate(self.done / self.steps, self.epochs, self._landing)
@@ -167,11 +165,25 @@ class Trainer:
             self._wrap()
             self._count_macs()
 
-    def state(self) -> dict[str, Any]:
-        """Return all that is needed to resume the training from here."""
+    def weights(self) -> dict[str, Any]:
+        """Return the state of the model and of the pruner."""
         return {
             "pruner": self.pruner.state_dict() if self.pruner else None,
             "model": self.model.state_dict(),
+        }
+
+    def load_weights(self, state: dict[str, Any]) -> None:
+        """Load what `weights` returned."""
+        if self.pruner is not None:
+            self.pruner.load_state_dict(state["pruner"])  # first: it restores the widths
+            self._compactions = self.pruner.compactions
+            self._count_macs()
+        self.model.load_state_dict(state["model"])
+
+    def state(self) -> dict[str, Any]:
+        """Return all that is needed to resume the training from here."""
+        return {
+            **self.weights(),
             "optimizer": self.optimizer.state_dict(),
             "method": self.method.state(),
             "done": self.done,
@@ -182,11 +194,7 @@ class Trainer:
 
     def load(self, state: dict[str, Any]) -> None:
         """Resume from a state that `state` returned."""
-        if self.pruner is not None:
-            self.pruner.load_state_dict(state["pruner"])  # first: it restores the widths
-            self._compactions = self.pruner.compactions
-            self._count_macs()
-        self.model.load_state_dict(state["model"])
+        self.load_weights(state)
         rates = [group["lr"] for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
@@ -197,24 +205,3 @@ class Trainer:
         torch.set_rng_state(state["random"].cpu())
         if state["random_gpu"] is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["random_gpu"].cpu())
-
-
-def split_slow_group(groups: Groups, model: nn.Module, prefix: str) -> Groups:
-    """Split the first group: parameters whose names start with `prefix` get a tenth of the rate.
-
-    Args:
-        groups: Parameter groups.
-        model: The model that names the parameters.
-        prefix: Start of the names; if it is empty, the groups are returned unchanged.
-    """
-    if not prefix:
-        return groups
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    first, *rest = groups
-    slow = [p for p in first["params"] if names[id(p)].startswith(prefix)]
-    fast = [p for p in first["params"] if not names[id(p)].startswith(prefix)]
-    return [
-        {**first, "params": fast},
-        {**first, "params": slow, "lr": 0.1 * first["lr"]},
-        *rest,
-    ]

@@ -86,34 +86,36 @@ def costs_of_file(file: Path) -> Costs:
 # --- equal cost -----------------------------------------------------------------------------------
 
 
-def scratch_epochs(card: Json) -> int:
+def scratch_epochs(card: Json, macs: int | None = None) -> int:
     """Return the epochs in which `thin` or `reinit` costs as much as a finished run.
 
     Args:
         card: The card of a run that pruned a network to the same budget.
+        macs: MACs of an example of the other small network; by default as many as that run has.
     """
     before = _baseline(card) if card["recipe"]["distill"] else 0
-    return max(1, round((int(card[_KEY]["total"]) - before) / _epoch_of_small(card)))
+    return max(1, round((int(card[_KEY]["total"]) - before) / _epoch_of_small(card, macs)))
 
 
-def tune_epochs(card: Json, epochs: int) -> int:
+def tune_epochs(card: Json, epochs: int, macs: int | None = None) -> int:
     """Return the epochs of fine-tuning with which another method costs as much as a finished run.
 
     Args:
         card: The card of a run that pruned a network to the same budget.
         epochs: Epochs of the other method at the original widths.
+        macs: As for `scratch_epochs`.
     """
     original = int(card["table"][0]["macs"])
     spent = _baseline(card) + epochs * _epoch(card, original)
-    return max(0, round((int(card[_KEY]["total"]) - spent) / _epoch_of_small(card)))
+    return max(0, round((int(card[_KEY]["total"]) - spent) / _epoch_of_small(card, macs)))
 
 
 def _baseline(card: Json) -> int:
     return int(card[_KEY].get("baseline", 0))
 
 
-def _epoch_of_small(card: Json) -> int:
-    return _epoch(card, int(card["macs"]))
+def _epoch_of_small(card: Json, macs: int | None) -> int:
+    return _epoch(card, int(card["macs"]) if macs is None else macs)
 
 
 def _epoch(card: Json, macs: int) -> int:
