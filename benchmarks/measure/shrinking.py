@@ -40,7 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
         "device": "cpu",
         "steps": 1000,
         "every": 1,
-        "multiple_of": 16,
+        "multiple_of": 32,
     },
     "resnet50": {
         "shape": (256, 3, 224, 224),
