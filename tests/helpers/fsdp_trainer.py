@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # optimizers do so late; here it is done once for both
 import torch.nn.functional as F
 from torch import Tensor, nn
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch._dynamo  # optimizers do so late; here it is done once for both
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
