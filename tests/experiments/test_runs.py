@@ -753,7 +753,7 @@ def test_a_file_of_another_network_is_refused(tmp_path: Path) -> None:
 def test_experiments_run_one_after_the_other_and_leave_cards_and_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = written(tmp_path, "bin")
+    data = written(tmp_path, "bin", count=10)
     few = {
         "b": experiments.Experiment("resnet20", 0.4, after="a"),
         "a": experiments.Experiment("resnet20", 0.5, seed=1, tune=1, ships="net-50"),

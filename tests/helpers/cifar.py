@@ -41,11 +41,11 @@ def images(count: int, seed: int = 0) -> Images:
     return Images(x.to(torch.uint8), y)
 
 
-def written(folder: Path, kind: str) -> Cifar10:
-    """CIFAR-10 in miniature, in the two forms in which it is handed out."""
+def written(folder: Path, kind: str, count: int = 20) -> Cifar10:
+    """CIFAR-10 in miniature (`count` pictures a file), in the two forms that are handed out."""
     inner = folder / f"cifar-10-batches-{kind}"
     inner.mkdir()
-    parts = [images(20, seed=k) for k in range(6)]
+    parts = [images(count, seed=k) for k in range(6)]
     for name, part in zip(
         [*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"], parts, strict=True
     ):

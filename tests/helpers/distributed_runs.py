@@ -1,8 +1,8 @@
 """Pruning runs of two processes, for `tests/unit/training/test_distributed.py`.
 
-`torchrun -m tests.helpers.distributed_runs FOLDER` runs them all in one pair of processes, because
+`python -m tests.helpers.distributed_runs FOLDER` runs them all in one pair of processes, because
 importing torch takes longer than any of them. Every process writes what each run returned, or its
-error. In the last run one process kills itself; a second start, with `FOLDER again`, resumes it.
+error. In the last run one process kills itself; another pair resumes it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # optimizers do so late; here it is done once for both
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
@@ -43,6 +44,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrizations import spectral_norm
 
 import polarprune as pp
+from tests.helpers.processes import fork_two
 
 STEPS, HALF = 24, 12
 Result = dict[str, Any]
@@ -573,8 +575,8 @@ def runs(folder: Path) -> dict[str, Callable[[], Result]]:
     }
 
 
-def main() -> None:
-    folder, again = Path(sys.argv[1]), "again" in sys.argv
+def do_all(folder: Path, again: bool) -> None:
+    """Do all runs in this process, or only resume the one in which a process died."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     wanted = {} if again else runs(folder)
@@ -587,5 +589,10 @@ def main() -> None:
     dist.destroy_process_group()
 
 
+def main(folder: Path) -> None:
+    assert not fork_two(partial(do_all, folder, again=False))  # one process kills itself at the end
+    assert fork_two(partial(do_all, folder, again=True))
+
+
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

@@ -33,11 +33,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+# What runs import late is imported here, so that not each of the forks does it anew.
+import jinja2  # noqa: F401
+import matplotlib.backends.backend_agg
+import matplotlib.figure  # noqa: F401
+import pydantic  # noqa: F401
 import torch
+import torch._dynamo
 import torch.nn.functional as F
 from torch import nn
 
 import polarprune as pp
+import polarprune.cli.experiments
 from polarprune.cli import app
 from polarprune.cli.demo import load_digits
 from polarprune.experiments.networks.table import NETWORKS

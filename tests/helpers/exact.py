@@ -50,8 +50,16 @@ def run(model: nn.Module, inputs: Any) -> Any:
 
 @torch.no_grad()
 def outputs(model: nn.Module, inputs: Any, *, training: bool) -> list[Tensor]:
-    """What a copy of the model puts out; the model keeps its running statistics."""
-    return tree_leaves(run(copy.deepcopy(model).train(training), inputs))
+    """What the model puts out; it keeps its mode and its running statistics."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        return tree_leaves(run(model.train(training), inputs))
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for buffer, before in buffers:
+            buffer.copy_(before)
 
 
 def difference(one: nn.Module, other: nn.Module, inputs: Any, *, training: bool) -> float:

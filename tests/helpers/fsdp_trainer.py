@@ -1,4 +1,4 @@
-"""One of several processes that train with Hugging Face's Trainer and FSDP2; writes its findings.
+"""Two processes that train with Hugging Face's Trainer and FSDP2; each writes its findings.
 
 accelerate takes FSDP from trainings on accelerators only, so it is told that this is one.
 """
@@ -8,15 +8,18 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # optimizers do so late; here it is done once for both
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.measure.import_torchvision import import_torchvision
 from tests.helpers.nets import digits_resnet
+from tests.helpers.processes import fork_two
 
 import_torchvision()  # transformers imports it, and cannot do so everywhere
 
@@ -106,4 +109,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    sys.exit(not fork_two(partial(main, Path(sys.argv[1]))))

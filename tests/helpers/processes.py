@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -29,21 +33,53 @@ def wait_for_file(file: Path, process: subprocess.Popen[bytes], log: Path | None
         time.sleep(0.02)
 
 
-def run_in_two_processes(module: str, folder: Path) -> None:
-    """Run `python -m MODULE FOLDER` in two processes that find each other, and wait for both."""
+def run_module(module: str, folder: Path) -> None:
+    """Run `python -m MODULE FOLDER` in a new process, and wait for it."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", module, str(folder)],
+        env=environment(OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def fork_two(task: Callable[[], object]) -> bool:
+    """Run a task in two forks that find each other; return whether both ended well.
+
+    They have what this process has imported, which takes longer than most tasks. If one of them
+    fails, the other is killed, as torchrun does it.
+    """
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", module, str(folder)],
-            env=environment(**shared, RANK=str(rank), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1"),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [process.communicate(timeout=120)[1] for process in running]
-    assert [process.returncode for process in running] == [0, 0], said
+    gc.freeze()  # else a collection in a fork would copy all that they share
+    running = {_fork(task, {**shared, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"}
+    codes = []
+    while running:
+        pid, status = os.wait()
+        running.discard(pid)
+        codes.append(os.waitstatus_to_exitcode(status))
+        for other in running if codes[-1] else ():
+            os.kill(other, signal.SIGKILL)
+    return codes == [0, 0]
+
+
+def _fork(task: Callable[[], object], variables: dict[str, str]) -> int:
+    """Run a task in a fork with these environment variables; return the fork's number."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.environ.update(variables)
+        task()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

@@ -1,13 +1,15 @@
-"""One of several processes that train with accelerate; writes what it found."""
+"""Two processes that train with accelerate; each writes what it found."""
 
 from __future__ import annotations
 
 import copy
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch._dynamo  # optimizers do so late; here it is done once for both
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
@@ -15,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import polarprune as pp
 from polarprune.integrations.accelerate import attach, optimizer_steps
 from tests.helpers.nets import digits_resnet
+from tests.helpers.processes import fork_two
 from tests.helpers.training import batches
 
 EPOCHS, BATCHES = 5, 8
@@ -54,4 +57,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    sys.exit(not fork_two(partial(main, Path(sys.argv[1]))))

@@ -43,8 +43,11 @@ class _LayerTracer(OneThreadTracer):
 
 @contextmanager
 def graphs_cached() -> Iterator[None]:
-    """Let `readable_graph` trace each module once. No module may change in this context."""
-    token = _cache.set({})
+    """Let `readable_graph` trace each module once. No module may change in this context.
+
+    Inside of another such context, this one has no effect.
+    """
+    token = _cache.set({} if (known := _cache.get()) is None else known)
     try:
         yield
     finally:
@@ -55,19 +58,24 @@ def readable_graph(module: nn.Module) -> fx.Graph | Refused:
     """Return the module's forward as a graph that the caller does not change."""
     cache = _cache.get()
     if cache is None:
-        return editable_graph(module)
+        return _graph(module)
     if module not in cache:
-        cache[module] = editable_graph(module)
+        cache[module] = _graph(module)
     return cache[module]
 
 
 def editable_graph(module: nn.Module) -> fx.Graph | Refused:
-    """Return the module's forward as a new graph, or the reason why fx cannot trace it."""
+    """Return the module's forward as a graph of the caller's own, or why fx cannot trace it."""
+    return copy.deepcopy(readable_graph(module))
+
+
+def _graph(module: nn.Module) -> fx.Graph | Refused:
+    """Return the module's forward as a graph, or the reason why fx cannot trace it."""
     if "forward" in vars(module):  # fx would trace the forward of the class
         return Refused("its forward was replaced on the instance")
     source = source_graph(type(module).forward)
     if source is not None:
-        return copy.deepcopy(source)
+        return source
     # fx writes down functions of `math` only if told to, and tracing takes longer then.
     first = _traced(module, _LayerTracer())
     return _traced(module, _LayerTracer((math,))) if isinstance(first, Refused) else first

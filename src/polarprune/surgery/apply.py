@@ -103,8 +103,6 @@ def mock_copy(model: nn.Module, recipe: Recipe, *, values: bool) -> nn.Module:
     """
     memo: dict[int, object] = {id(tensor): tensor for _, tensor in named_tensors(model)}
     memo |= _cut_tensors(model, recipe, _sliced if values else _sized)
-    for module in model.modules():  # copying the tables of hooks is slow, and most are empty
-        memo |= {id(t): type(t)() for t in vars(module).values() if isinstance(t, dict) and not t}
     return _change_modules(copy_model(model, memo), recipe)
 
 

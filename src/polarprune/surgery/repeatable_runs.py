@@ -105,6 +105,8 @@ def _seed(model: nn.Module) -> None:
     stack trace each time. That is slow, and would override the user's seed when the device is used.
     """
     torch.default_generator.manual_seed(0)
+    if not torch.cuda.is_initialized():
+        return
     for device in {tensor.device for _, tensor in named_tensors(model) if tensor.is_cuda}:
         with torch.cuda.device(device):
             torch.cuda.manual_seed(0)

@@ -14,6 +14,7 @@ from ..channels.graph import Graph, Plan, stays
 from ..rewriting.remove_branches import owner_of, removable_branches, without_branches
 from ..rewriting.resize import resized
 from ..rewriting.stored_graphs import decode, encode
+from ..rewriting.symbolic_graphs import graphs_cached
 from ..tracing.model_state import named_tensors
 from .module_sizes import SPATIAL, describe_modules, describe_norm_without_parameters
 from .recipe import Recipe, check_shapes
@@ -31,7 +32,8 @@ def recipe_for(model: nn.Module, graph: Graph, alive: Tensor) -> Recipe:
     check_shapes(model, graph.shapes, "The graph belongs to another model; trace this one.")
     recipe = write_sizes(model, graph, alive)
     _add_rewritten_forwards(graph, alive, recipe)
-    _remove_closed_branches(dict(model.named_modules(remove_duplicate=False)), graph, recipe)
+    with graphs_cached():
+        _remove_closed_branches(dict(model.named_modules(remove_duplicate=False)), graph, recipe)
     return recipe
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterator
 from operator import is_
 from types import CellType, FunctionType
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from ..torch_internals.markers import attached_state
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PLAIN: tuple[type, ...] = (dict, OrderedDict)
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
@@ -31,6 +33,9 @@ def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
     """
     memo = {} if memo is None else memo
     for module in model.modules():
+        # Most tables of hooks are empty, and `deepcopy` takes long for each.
+        tables = (held for held in vars(module).values() if type(held) in _PLAIN)
+        memo.update((id(table), type(table)()) for table in tables if not table)
         hooks = attached_state(module)
         if hooks is not None:
             memo[id(hooks)] = hooks.inert()

@@ -94,7 +94,7 @@ def restored(model: nn.Module, training: bool | None = None) -> Iterator[None]:
         training: the mode to run it in; None leaves the mode as it is.
     """
     state, dice = _ModelState(model), _RandomState()
-    gpus = {tensor.device.index or 0 for _, tensor in named_tensors(model) if tensor.is_cuda}
+    gpus = {tensor.device.index or 0 for tensor, _ in state.memory if tensor.is_cuda}
     if training is not None:
         state.train(model, training)
     try:
@@ -120,12 +120,16 @@ class _ModelState:
         tensors = [tensor for _, tensor in named_tensors(model)]
         self.memory = [(tensor, tensor.data) for tensor in tensors]
         buffers = [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
-        self.contents = [(tensor, tensor.detach().clone()) for tensor in buffers]
+        with torch.no_grad():
+            self.contents = [(tensor, tensor.clone()) for tensor in buffers]
 
     def train(self, model: nn.Module, training: bool) -> None:
         """Set the mode. A custom `train` may write weights, for example to merge adapters."""
-        if all(type(module).train is nn.Module.train for module in model.modules()):
-            model.train(training)
+        modules = list(model.modules())
+        if all(type(module).train is nn.Module.train for module in modules):
+            for module in modules:  # as `train` does it, but faster
+                if module.training != training:
+                    module.training = training
             return
         with _SavesWrites(tensor for tensor, _ in self.memory) as written:
             model.train(training)

@@ -16,7 +16,7 @@ import polarprune as pp
 from polarprune.integrations.accelerate import attach, optimizer_steps
 from tests.helpers.adapters import BATCHES, EPOCHS, EXAMPLE, STEPS, Digits, loader
 from tests.helpers.nets import digits_resnet
-from tests.helpers.processes import run_in_two_processes
+from tests.helpers.processes import run_module
 from tests.helpers.training import same_state, share, snapshot
 
 pytestmark = [
@@ -98,7 +98,7 @@ def test_a_loader_without_a_length_is_refused() -> None:
 
 
 def test_two_processes_take_half_of_the_steps(tmp_path: Path) -> None:
-    run_in_two_processes("tests.helpers.two_processes", tmp_path)
+    run_module("tests.helpers.two_processes", tmp_path)
     one, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert one["processes"] == 2 and one["steps"] == one["taken"] == EPOCHS * BATCHES / 2
     assert "steps=40 were announced, but 5 epochs take 20 optimizer steps, with 2" in one["refused"]

@@ -17,7 +17,7 @@ from polarprune.integrations.loggers import watch
 from polarprune.integrations.transformers import PruningTrainer
 from tests.helpers.adapters import BATCH, BATCHES, EPOCHS, STEPS, Digits, StopAndSave, WithLoss
 from tests.helpers.nets import digits_resnet
-from tests.helpers.processes import run_in_two_processes
+from tests.helpers.processes import run_module
 from tests.helpers.training import alphas, share
 
 pytestmark = [
@@ -268,7 +268,7 @@ def test_deepspeed_is_refused(tmp_path: Path) -> None:
 
 
 def test_fsdp2_in_two_processes(tmp_path: Path) -> None:
-    run_in_two_processes("tests.helpers.fsdp_trainer", tmp_path)
+    run_module("tests.helpers.fsdp_trainer", tmp_path)
     one, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert one["whole"]["weights"] == other["whole"]["weights"] == one["resumed"]["weights"]
     for found in (one["whole"], one["resumed"]):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,35 +11,18 @@ import torch
 from torch import nn
 
 import polarprune as pp
-from tests.helpers.processes import ROOT, environment
+from tests.helpers.processes import run_module
 
 Result = dict[str, Any]
 Runs = Callable[[str], tuple[Result, Result]]
 EQUAL = 1e-6
 
 
-def torchrun(folder: Path, *arguments: str) -> int:
-    """Start two processes; return the exit code."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "tests.helpers.distributed_runs", str(folder), *arguments]
-    with (folder / "log").open("ab") as log:
-        done = subprocess.run(
-            command,
-            env=environment(OMP_NUM_THREADS="1"),
-            cwd=ROOT,
-            stdout=log,
-            stderr=log,
-            timeout=300,
-        )
-    return done.returncode
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return where the two processes wrote what they found."""
     folder = tmp_path_factory.mktemp("distributed")
-    assert torchrun(folder) != 0  # one process kills itself at the end
-    assert torchrun(folder, "again") == 0, (folder / "log").read_text()
+    run_module("tests.helpers.distributed_runs", folder)
     return folder
 
 
