@@ -6,6 +6,7 @@ python -m benchmarks.pages.performance
 from collections.abc import Iterable
 from typing import Any
 
+from benchmarks.measure.shrinking import CASES
 from benchmarks.store import DOCS, read_numbers
 
 PAGE = DOCS / "performance.md"
@@ -52,7 +53,8 @@ def shrinking() -> list[str]:
         "steps (s) | mean MACs | machine |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, row in read_numbers("shrinking").items():
+    rows = read_numbers("shrinking")
+    for name, row in rows.items():
         batch = " × ".join(map(str, row["shape"]))
         machine = f"{row['machine']}, {row['threads']} threads, torch {row['versions']['torch']}"
         outside = row["setup"] + row["beside"]["pruned"] + row["export"]
@@ -62,7 +64,8 @@ def shrinking() -> list[str]:
             f"{row['ratio_by_tenths'][-1]:.3f} | {outside:.0f} | {row['mean_macs']:.1%} | "
             f"{machine} |"
         )
-    return lines
+    missing = [f"{name} on {case['device']}" for name, case in CASES.items() if name not in rows]
+    return [*lines, "", f"Not run yet: {', '.join(missing)}."] if missing else lines
 
 
 WAYS = {
