@@ -323,12 +323,12 @@ class Run:
             row |= {key: last[key] for key in _LOGGED}
         row |= trainer.method.log_entries()
         if epoch % self.settings.scored == 0 or epoch == trainer.epochs:
-            row |= self._scores(trainer)
+            row |= self._scores(trainer, recalibrates=stage == "prune")
         return row
 
-    def _scores(self, trainer: Trainer) -> dict[str, float]:
+    def _scores(self, trainer: Trainer, *, recalibrates: bool) -> dict[str, float]:
         scores = {self.data.measure: self.score(trainer.model)}
-        if trainer.pruner is not None:
+        if recalibrates:
             with recalibrated(trainer.model, self.batches, _RECALIBRATED):
                 scores["recalibrated_loss"] = self.data.loss(trainer.model)
         return scores
