@@ -66,8 +66,8 @@ class Pruner(PruningRun):
         schedule: how ε and the cost decrease over the steps.
         rules: rules for unknown operations, `{torch.ops.…: rule}` (see `polarprune.rules`).
         norms: make channels prunable that layer, RMS and group norms mix (see `trace`).
-        compact: "auto" calls `compact()` whenever a fifth of the MACs has closed, as long as enough
-            steps remain. Steps and MACs decide, never a clock.
+        compact: "auto" calls `compact()` whenever an eighth of the MACs has closed, as long as
+            enough steps remain. Steps and MACs decide, never a clock.
 
     Attributes:
         gates: the gate of each prunable group, by group name.
