@@ -116,7 +116,7 @@ class OpRecorder(TorchDispatchMode):
         """Return the values of all tensors in a tree."""
         return [self.value(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
-    def _replaced(self, tree: Any) -> Any:
+    def _replaced(self, tree: object) -> Any:
         """Return arguments of an operation with values in place of tensors."""
         if isinstance(tree, Tensor):
             return self.value(tree)
@@ -127,7 +127,11 @@ class OpRecorder(TorchDispatchMode):
     # --- operations ---
 
     def __torch_dispatch__(
-        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
     ) -> object:
         """Perform the operation, or let a placeholder stand for its result, and record it."""
         kwargs = kwargs or {}

@@ -7,7 +7,7 @@ read (`watched_sizes`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -53,7 +53,11 @@ class PythonReads(TorchFunctionMode):
         self.watch_sizes = watch_sizes
 
     def __torch_function__(
-        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
     ) -> object:
         """Call the function, and note what it reads."""
         kwargs = kwargs or {}

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 from torch import nn
 
 from ..torch_internals.markers import STATE, attach_state, is_gate_part
-from .state_bytes import State, decode, encode
+from ..validation.pruner_state import State
+from .state_bytes import decode, encode
 
 
 class Run(Protocol):

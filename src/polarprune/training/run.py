@@ -33,7 +33,7 @@ from ..surgery.proof import example_for
 from ..torch_internals.parallel import in_group, is_distributed, only_makes_state
 from ..tracing.model_state import Example
 from ..validation.optimizers import raw_optimizers
-from ..validation.pruner_state import check_state
+from ..validation.pruner_state import State, check_state
 from ..validation.run import (
     check_finite,
     check_prunable,
@@ -46,7 +46,7 @@ from .export import Exporter
 from .processes import Processes
 from .rebuild import gates_in
 from .schedule import Schedule
-from .state_bytes import State, size_of_header
+from .state_bytes import size_of_header
 from .steering import Progress, Row, Steering
 from .step_check import StepCheck, note_step
 from .stepper import Stepper

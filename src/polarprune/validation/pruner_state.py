@@ -7,7 +7,7 @@ the values: they must be in range, and the parts must be consistent with each ot
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
@@ -19,14 +19,14 @@ from ..errors import PruneError
 if TYPE_CHECKING:
     from ..channels.graph import Graph
 
-State = Mapping[str, Any]  # the parts of a state, by name; their types vary
+State = dict[str, Any]  # the parts of a pruner's state, by name: tensors and plain data
 _Number = float | Tensor
 _Range = tuple[_Number, Callable[[_Number], bool]]  # a value, and whether it is in range
 
 _REMEDY = "Pass the dict that pruner.state_dict() returned"
 
 
-def check_state(state: object, own: State, graph: Graph, deadline: int) -> dict[str, Any]:
+def check_state(state: object, own: State, graph: Graph, deadline: int) -> State:
     """Return a state if a pruner can resume from it.
 
     Args:
