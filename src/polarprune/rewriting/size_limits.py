@@ -183,7 +183,7 @@ class Watch(TorchDispatchMode):
                 self.live_bytes -= 0 if self.uses[address] else size
 
     def __torch_dispatch__(
-        self, func: Operation, types: object, args: Sequence[Any] = (), kwargs: Kwargs | None = None
+        self, func: Operation, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         """Run an operation if the tensors that it would create are small enough."""
         kwargs = kwargs or {}
@@ -279,7 +279,7 @@ def _depends_on_values(func: Operation, args: Sequence[Any]) -> bool:
     return masked and not _VALUE_TAGS.isdisjoint(func.tags)
 
 
-def _created_bytes(func: Operation, args: Sequence[Any], kwargs: Kwargs) -> Iterator[float]:
+def _created_bytes(func: Operation, args: Args, kwargs: Kwargs) -> Iterator[float]:
     """Yield the bytes of the tensors that an operation will create, as far as they are known."""
     if func._overloadpacket in _INTERNAL_BYTES:
         yield float(_INTERNAL_BYTES[func._overloadpacket](*args, **kwargs))

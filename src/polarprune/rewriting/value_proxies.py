@@ -15,6 +15,7 @@ from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import Argument, Target
 from torch.overrides import TorchFunctionMode
 
 from ..errors import PruneError
@@ -167,7 +168,7 @@ class ValueTracer(OneThreadTracer):
         """Return the proxy of a node."""
         return ValueProxy(node, self)
 
-    def create_arg(self, a: object) -> Any:
+    def create_arg(self, a: object) -> Argument:
         """Return an argument in the form that a node holds, and refuse tensors without a name."""
         if is_proxy(a):
             return a.node
@@ -182,8 +183,8 @@ class ValueTracer(OneThreadTracer):
     def create_proxy(
         self,
         kind: str,
-        target: Any,
-        args: tuple[Any, ...],
+        target: Target,
+        args: tuple[object, ...],
         kwargs: dict[str, object],
         name: str | None = None,
         type_expr: object = None,
