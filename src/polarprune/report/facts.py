@@ -21,7 +21,7 @@ RESOURCE_NAMES = {
     "memory": "memory (bytes)",
     "latency": "latency (ns)",
 }
-JsonObject = dict[str, Any]
+JsonObject = dict[str, Any]  # as `json.loads` returns it
 Rows = list[tuple[str, ...]]
 
 

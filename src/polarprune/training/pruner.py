@@ -35,7 +35,7 @@ from ..validation.arguments import (
 from ..validation.optimizers import check_gates, check_known, check_rates, raw_optimizers
 from ..validation.pruner_state import State, check_state
 from ..validation.run import check_done, check_finite, check_weights, warn_of_early_export
-from .parameter_groups import NoDecay, weight_groups
+from .parameter_groups import NoDecay, ParameterGroup, weight_groups
 from .rebuild import check_held
 from .run import PruningRun
 from .schedule import Schedule
@@ -142,8 +142,13 @@ class Pruner(PruningRun):
     # --- in the training loop ---------------------------------------------------------------------
 
     def param_groups(
-        self, lr: float, weight_decay: float | None = None, *, no_decay: NoDecay = False, **kw: Any
-    ) -> list[dict[str, Any]]:
+        self,
+        lr: float,
+        weight_decay: float | None = None,
+        *,
+        no_decay: NoDecay = False,
+        **kw: object,
+    ) -> list[ParameterGroup]:
         """Return parameter groups for an optimizer: the model's weights, and the gates.
 
         Args:

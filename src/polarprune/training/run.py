@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +42,7 @@ from ..validation.run import (
 from .carried_state import carry_state
 from .compaction import Compaction
 from .export import Exporter
+from .parameter_groups import ParameterGroup
 from .processes import Processes
 from .rebuild import gates_in
 from .schedule import Schedule
@@ -190,7 +190,7 @@ class PruningRun:
         rate: float | Tensor = self._gate_group(self._optimizer)["lr"]
         return rate
 
-    def _gate_group(self, optimizer: Optimizer) -> dict[str, Any]:
+    def _gate_group(self, optimizer: Optimizer) -> ParameterGroup:
         """Return the parameter group that holds the (first) gates."""
         first = id(self._stepper.alphas[0])
         for group in optimizer.param_groups:
