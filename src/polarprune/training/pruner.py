@@ -142,12 +142,7 @@ class Pruner(PruningRun):
     # --- in the training loop ---------------------------------------------------------------------
 
     def param_groups(
-        self,
-        lr: float,
-        weight_decay: float | None = None,
-        *,
-        no_decay: NoDecay = False,
-        **kw: object,
+        self, lr: float, weight_decay: float | None = None, *, no_decay: NoDecay = False, **kw: Any
     ) -> list[ParameterGroup]:
         """Return parameter groups for an optimizer: the model's weights, and the gates.
 
