@@ -12,9 +12,8 @@ from __future__ import annotations
 import builtins
 import inspect
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
-from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +21,7 @@ from torch import Tensor
 
 from ..errors import PruneError
 from . import interpreter
-
-Function: TypeAlias = Callable[..., object]
+from .interpreter import Function
 
 # Element-wise operations. Each of these also exists as a method and in place (`relu_`).
 _POINTWISE = """

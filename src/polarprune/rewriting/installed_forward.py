@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from ..errors import PruneError
 from ..torch_internals.class_swaps import set_class, subclass
 from ..torch_internals.markers import class_origin, set_class_origin, set_source_graph
-from .call_matching import Args, Kwargs, graph_arguments
+from ..tracing.model_state import Args, Kwargs
+from .call_matching import graph_arguments
 from .captured_forward import CapturedForward
 from .interpreter import runner
 from .stored_graphs import decode, encode

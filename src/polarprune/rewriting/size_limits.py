@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import chain, islice
 from typing import Any, TypeAlias
@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import PruneError
+from ..tracing.model_state import Args, Kwargs
 
 _MAX_BYTES = 2**28  # of one tensor, for inputs of any size
 _BYTES_PER_INPUT_BYTE = 256  # added to the limit for each byte of the inputs or of a child's output
@@ -31,8 +32,6 @@ _MAX_OPERATIONS = 2**14  # of torch in one call
 _MAX_DEPTH = 64  # of nested containers
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
 
-Args: TypeAlias = tuple[object, ...]
-Kwargs: TypeAlias = Mapping[str, object]
 Target: TypeAlias = Callable[..., object] | str
 Operation: TypeAlias = "OpOverload[..., object]"
 

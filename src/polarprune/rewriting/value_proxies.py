@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import PruneError
 from ..torch_internals.patches import OneThreadTracer
+from ..tracing.model_state import Args, Kwargs
 from ..tracing.source_lines import SOURCE_LINE, user_line
 from .installed_forward import is_index_vector
 from .interpreter import expect, expect_pieces
@@ -184,8 +185,8 @@ class ValueTracer(OneThreadTracer):
         self,
         kind: str,
         target: Target,
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
+        args: Args,
+        kwargs: Kwargs,
         name: str | None = None,
         type_expr: object = None,
         proxy_factory_fn: Callable[[fx.Node], fx.Proxy] | None = None,
@@ -237,8 +238,8 @@ class ValueTracer(OneThreadTracer):
         self,
         m: nn.Module,
         forward: Callable[..., object],
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
+        args: Args,
+        kwargs: Kwargs,
     ) -> object:
         """Record the call of a child, or run the child while a value is computed."""
         if self.computing:
@@ -283,7 +284,7 @@ class ProxiesInArguments(TorchFunctionMode):
         func: Callable[..., object],
         types: tuple[type, ...],
         args: Sequence[object] = (),
-        kwargs: dict[str, object] | None = None,
+        kwargs: Kwargs | None = None,
     ) -> object:
         """Record the call if there is a proxy among the arguments."""
         kwargs = kwargs or {}

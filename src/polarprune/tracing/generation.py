@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PruneError
-from .model_state import Example, as_call, tensors_in
+from .model_state import Example, Kwargs, as_call, tensors_in
 
 _CACHE = "past_key_values"
 _CACHE_CLASS = ("transformers.cache_utils", "Cache")
@@ -84,7 +84,7 @@ def answers(
     example: Example,
     *,
     generates: bool,
-    further: dict[str, object] | None = None,
+    further: Kwargs | None = None,
     between: Callable[[object], None] = lambda cache: None,
 ) -> Answer:
     """Run the model and return the tensors of its output that a user reads.
@@ -117,7 +117,7 @@ def answers(
     return Answer(parts.read, split(more).read)
 
 
-def further_call(model: nn.Module, example: Example) -> dict[str, object]:
+def further_call(model: nn.Module, example: Example) -> Kwargs:
     """Return the arguments of a call with one more token, apart from the cache.
 
     Empty if the example has no tokens under a name that transformers use, or holds a cache itself.
@@ -128,7 +128,7 @@ def further_call(model: nn.Module, example: Example) -> dict[str, object]:
         return {}
 
 
-def _further_call(model: nn.Module, example: Example) -> dict[str, object]:
+def _further_call(model: nn.Module, example: Example) -> Kwargs:
     given = _by_name(model, example)
     decoder = "decoder_" if _DECODER_TOKENS in inspect.signature(model.forward).parameters else ""
     name, tokens = _token(given, decoder)
@@ -145,7 +145,7 @@ def _further_call(model: nn.Module, example: Example) -> dict[str, object]:
     return {**kept, name: tokens}
 
 
-def _by_name(model: nn.Module, example: Example) -> dict[str, object]:
+def _by_name(model: nn.Module, example: Example) -> Kwargs:
     """Return the arguments of the call by name; empty if they have none."""
     args, kwargs = as_call(example)
     signature = inspect.signature(model.forward)

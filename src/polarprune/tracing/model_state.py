@@ -18,6 +18,8 @@ from ..torch_internals.patches import fused_kernels_off
 from .schemas import written_arguments
 
 Example = Tensor | tuple[object, ...] | list[Any] | Mapping[str, object]
+Args = tuple[object, ...]  # of a call, by position
+Kwargs = dict[str, object]  # of a call, by keyword
 Slot = tuple[nn.Module, str]  # a module and the name of an attribute or buffer
 Held = tuple[dict[str, Any], str, object]  # a table, a key in it, and what was there
 
@@ -25,7 +27,7 @@ Held = tuple[dict[str, Any], str, object]  # a table, a key in it, and what was 
 # --- inputs and outputs ---------------------------------------------------------------------------
 
 
-def as_call(example: Example) -> tuple[tuple[object, ...], dict[str, object]]:
+def as_call(example: Example) -> tuple[Args, Kwargs]:
     """Return the positional and keyword arguments with which the model is called."""
     if isinstance(example, Mapping):
         return (), dict(example)
@@ -168,11 +170,7 @@ class _SavesWrites(TorchDispatchMode):
                 self._waiting.setdefault(_memory(tensor), []).append(tensor)
 
     def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
+        self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         """Perform the operation after what it overwrites was saved."""
         kwargs = kwargs or {}
