@@ -230,7 +230,7 @@ def takes(kind: str, target: str, count: int, names: Iterable[str]) -> bool:
         except TypeError:
             return False
         return True
-    least, known = _schema(kind, target)
+    least, known = _schema(target)
     named = set(names)
     return count + len(named) >= least and (known is None or named <= known)
 
@@ -246,7 +246,7 @@ def _signature(kind: str, target: str) -> inspect.Signature | None:
 
 
 @cache
-def _schema(kind: str, target: str) -> tuple[int, frozenset[str] | None]:
+def _schema(target: str) -> tuple[int, frozenset[str] | None]:
     """Return the minimum number of arguments of an operation of torch, and their possible names.
 
     The names are None if the operation has no schema.

@@ -242,26 +242,29 @@ def _index_list(item: object, shapes: NodeShapes) -> list[int] | None:
     return None if data is None or data.dtype == torch.bool else [int(n) for n in data]
 
 
-def _select(node: fx.Node, shapes: NodeShapes) -> bool:
-    """Renumber `x.select(dim, index)`."""
+def _picked(node: fx.Node, shapes: NodeShapes) -> tuple[int, Argument] | None:
+    """Return the axis and the index of a selection, renumbered; None if all channels are kept."""
     source = shapes.values(node.args[0])[0]
     axis = source.axis(shapes.number_of(_argument(node, 1, "dim")))
     kept = shapes.kept_if_cut(source, axis)
-    if kept is None:
+    return None if kept is None else (axis, _renumbered(_argument(node, 2, "index"), kept, shapes))
+
+
+def _select(node: fx.Node, shapes: NodeShapes) -> bool:
+    """Renumber `x.select(dim, index)`."""
+    picked = _picked(node, shapes)
+    if picked is None:
         return False
-    index = _renumbered(_argument(node, 2, "index"), kept, shapes)
-    node.args, node.kwargs = (node.args[0], axis, index), {}
+    node.args, node.kwargs = (node.args[0], *picked), {}
     return True
 
 
 def _index_select(node: fx.Node, shapes: NodeShapes) -> bool:
     """Renumber `x.index_select(dim, index)`, as `x[:, index]`."""
-    source = shapes.values(node.args[0])[0]
-    axis = source.axis(shapes.number_of(_argument(node, 1, "dim")))
-    kept = shapes.kept_if_cut(source, axis)
-    if kept is None:
+    picked = _picked(node, shapes)
+    if picked is None:
         return False
-    order = _renumbered(_argument(node, 2, "index"), kept, shapes)
+    axis, order = picked
     node.op, node.target = "call_function", operator.getitem
     node.args, node.kwargs = (node.args[0], (*[slice(None)] * axis, order)), {}
     return True

@@ -235,11 +235,7 @@ class ValueTracer(OneThreadTracer):
         return getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else None
 
     def call_module(
-        self,
-        m: nn.Module,
-        forward: Callable[..., object],
-        args: Args,
-        kwargs: Kwargs,
+        self, m: nn.Module, forward: Callable[..., object], args: Args, kwargs: Kwargs
     ) -> object:
         """Record the call of a child, or run the child while a value is computed."""
         if self.computing:
