@@ -33,13 +33,12 @@ from ..validation.arguments import (
     plain_uniform,
 )
 from ..validation.optimizers import check_gates, check_known, check_rates, raw_optimizers
-from ..validation.pruner_state import check_state
+from ..validation.pruner_state import State, check_state
 from ..validation.run import check_done, check_finite, check_weights, warn_of_early_export
-from .parameter_groups import NoDecay, weight_groups
+from .parameter_groups import NoDecay, ParameterGroup, weight_groups
 from .rebuild import check_held
 from .run import PruningRun
 from .schedule import Schedule
-from .state_bytes import State
 
 
 class Pruner(PruningRun):
@@ -144,7 +143,7 @@ class Pruner(PruningRun):
 
     def param_groups(
         self, lr: float, weight_decay: float | None = None, *, no_decay: NoDecay = False, **kw: Any
-    ) -> list[dict[str, Any]]:
+    ) -> list[ParameterGroup]:
         """Return parameter groups for an optimizer: the model's weights, and the gates.
 
         Args:
