@@ -42,7 +42,7 @@ def graph_arguments(
 
 
 def _has_values(leaves: Sequence[object], fixed: Mapping[str, object]) -> bool:
-    """Return whether the arguments that are no tensors have the values of the example."""
+    """Return whether all arguments except tensors have the values of the example."""
     return all(
         int(number) < len(leaves)
         and type(leaves[int(number)]) is type(value)

@@ -1,7 +1,7 @@
-"""Write a module's forward down as a graph, by running it on the arguments of the example.
+"""Record a module's forward as a graph, by running it on the arguments of the example.
 
-The result is a `CapturedForward`, or `Refused` with the reason. The children of the module stay
-single nodes. Nothing is left behind: the module and torch are as before.
+The result is a `CapturedForward`, or `Refused` with the reason. Each child of the module becomes a
+single node. The module and torch are unchanged afterwards.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def capture(module: nn.Module, args: Args, kwargs: Kwargs) -> CapturedForward | 
     """
     chosen = vars(module).get("forward")
     if chosen is not None and getattr(chosen, "__self__", None) is not module:
-        return Refused("its forward was replaced by a function that is no method of it")
+        return Refused("its forward was replaced by a function that is not a method of it")
     leaves, form = pytree.tree_flatten((args, kwargs))
     fixed: Kwargs = {str(i): leaf for i, leaf in enumerate(leaves) if isinstance(leaf, PLAIN_TYPES)}
     graphs = {}

@@ -64,7 +64,7 @@ class ForwardClass:
         set_class_origin(self.made, self)
 
     def _reduced(self, module: nn.Module, protocol: int) -> object:
-        """Return how pickle and copies make a module of this class again."""
+        """Return what pickle and `copy` need to make a module of this class again."""
         standard = object.__reduce_ex__(module, max(protocol, 2))
         if type(module) is not self.made or not isinstance(standard, tuple):
             return standard  # of a further subclass, such as that of a parametrized module
@@ -154,7 +154,7 @@ def _inputs_by_name(captured: CapturedForward) -> Callable[[nn.Module, Args, Kwa
 
 
 def _setter(family: type[nn.Module], integers_free: bool) -> Callable[[nn.Module, str, Any], None]:
-    """Return a `__setattr__` that refuses to change what a rewritten forward does not read."""
+    """Return a `__setattr__` that refuses changes which a rewritten forward would ignore."""
 
     def set_unless_fixed(self: nn.Module, name: str, value: Any) -> None:
         known = plain_attributes(self)

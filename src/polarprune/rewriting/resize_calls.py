@@ -151,7 +151,7 @@ def _split(node: fx.Node, shapes: NodeShapes) -> bool:
 
 
 def _without_channels(node: fx.Node, shapes: NodeShapes) -> bool:
-    """Let pools and the like, which refuse to run on no channels, run on one channel of zeros."""
+    """Run pools and similar calls, which refuse zero channels, on one channel of zeros."""
     kept = shapes.kept(shapes.values(node)[0], 1)
     if kept is None or bool(kept.any()):
         return False
@@ -191,7 +191,7 @@ def _getitem(node: fx.Node, shapes: NodeShapes) -> bool:
     if len(source) != 1 or (reads and len(outs) != 1):
         return False
     if reads and outs[0] is source[0]:
-        return False  # an item of a tuple whose other items are no tensors
+        return False  # an item of a tuple whose other items are not tensors
     index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
     new = _new_index(index, source[0], shapes)
     changed = any(one is not other for one, other in zip(new, index, strict=True))

@@ -146,7 +146,7 @@ class Watch(TorchDispatchMode):
         return self.base_limit + _BYTES_PER_INPUT_BYTE * self.input_bytes
 
     def before(self, target: Target, values: Sequence[object]) -> None:
-        """Check a call of Python itself, which no operation of torch announces."""
+        """Check a call of plain Python, which runs no operation of torch."""
         self.operations_left = _MAX_OPERATIONS
         found = list(_leaves(values))
         first = values[0] if values else None
@@ -223,7 +223,7 @@ def _storages(value: object) -> dict[int, int]:
 
 
 def _leaves(values: Iterable[object]) -> Iterator[object]:
-    """Yield the items of nested containers, up to a limit: one may hold another many times."""
+    """Yield the items of nested containers, up to a limit, as one may hold another many times."""
     level, left = list(islice(values, _MAX_ITEMS)), _MAX_ITEMS
     for _ in range(_MAX_DEPTH):
         inner: list[Sequence[object]] = []

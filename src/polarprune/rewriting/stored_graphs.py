@@ -2,7 +2,10 @@
 
 `encode` writes what `decode` reads, and both refuse everything else. Names are ASCII identifiers.
 Functions, methods and attributes are listed in `allowed_calls`. Constants are numbers, short
-strings, dtypes, devices, and containers of these. Decoding builds a graph and runs nothing.
+strings, dtypes, devices, and containers of these. Decoding builds a graph and runs nothing. A node
+is stored as its name, kind, target, arguments and keyword arguments; `y * 2.0` becomes
+
+    ["mul", "call_function", "operator.mul", {"tuple": [{"node": "y"}, 2.0]}, {"dict": {}}]
 """
 
 from __future__ import annotations

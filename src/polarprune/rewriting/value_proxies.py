@@ -1,10 +1,15 @@
 """Trace with proxies that know the value they represent.
 
-The proxies of torch.fx know no values, so code that branches on a size or a type fails. The proxies
+The proxies of torch.fx have no values, so code that branches on a size or a type fails. The proxies
 here carry the values of the example. Code may branch on them, and the graph contains the branch
 that was taken. Sizes that code reads from tensors remain nodes of the graph, so the graph works for
-other batch sizes. Where code turns a size into a plain number, an `expect` node checks in every run
-that the number is unchanged.
+other batch sizes. Where code needs a plain value, an `expect` node checks in every run that the
+value is unchanged. For an example with 4 channels,
+
+    if x.shape[1] > 2:
+        y = torch.relu(y)
+
+adds the nodes `getattr(x, "shape")`, `getitem(…, 1)`, `gt(…, 2)`, `expect(…, True)` and `relu(y)`.
 """
 
 from __future__ import annotations
@@ -205,7 +210,7 @@ class ValueTracer(OneThreadTracer):
         return value if value is None or isinstance(value, (bool, str)) else proxy
 
     def _note_data(self, node: fx.Node, value: object) -> None:
-        """Remember a number that was read from a tensor or computed from such a number."""
+        """Note a number that was read from a tensor, or computed from such a number."""
         computed = not isinstance(value, Tensor) and not self.from_data.isdisjoint(
             node.all_input_nodes
         )

@@ -2,7 +2,7 @@
 
 Code such as `x * x.shape[1] ** -0.5` or `x.reshape(b * c, -1)` reads a width and computes with it.
 After pruning, a scale has to be computed with the width before pruning, a size with the width after
-it. Sizes that are no widths (batch, height, length) are still read from the tensors.
+it. Sizes that are not widths (batch, height, length) are still read from the tensors.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def keep_scales(graph: fx.Graph, shapes: NodeShapes) -> bool:
 
 
 def _keep_expectation(graph: fx.Graph, node: fx.Node, width: fx.Node, shapes: NodeShapes) -> None:
-    """Let `expect` check the sizes that are no widths, or remove it if there are none."""
+    """Let `expect` check the sizes that are not widths, or remove it if there are none."""
     trained = _before_pruning(width, shapes)
     if isinstance(trained, fx.Node):
         node.args = (trained, node.args[1])

@@ -1,8 +1,8 @@
-"""What polarprune needs of torch's wrappers for several processes and they do not offer.
+"""What torch's wrappers for several processes (DDP, FSDP2) do not offer and polarprune needs.
 
-`DistributedDataParallel` (DDP) cannot be told that parameters changed their shape, and a module
-cannot leave `fully_shard` (FSDP2) or take a parametrization after it. The functions below do that.
-Nothing of FSDP2 is imported here before the user has imported it: that takes a second.
+`DistributedDataParallel` (DDP) does not notice that parameters changed their shape, and a module
+cannot leave `fully_shard` (FSDP2) or be parametrized after it. The functions below add this. FSDP2
+takes a second to import, so this module uses it only after the user has imported it.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ Hooks = TypeVar("Hooks", bound=dict[int, Callable[..., object]])
 
 
 def in_group() -> bool:
-    """Return whether this process has joined a group of processes, be it the only one there."""
+    """Return whether this process is in a process group, even as its only member."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def several_processes() -> bool:
-    """Return whether this process has joined a group with other processes."""
+    """Return whether this process is in a process group with other processes."""
     return in_group() and torch.distributed.get_world_size() > 1
 
 
@@ -80,7 +80,7 @@ def why_not_rewrapped(wrapper: DistributedDataParallel) -> str | None:
         return "it does not reduce gradients in the usual way"
     for hook, _ in wrapper._comm_hooks:
         simple = getattr(hook, "__module__", "") == _SIMPLE_HOOKS
-        if not simple or "<locals>" in getattr(hook, "__qualname__", ""):  # around another hook
+        if not simple or "<locals>" in getattr(hook, "__qualname__", ""):  # wraps another
             return "its communication hook may keep buffers of the old shapes"
     return None
 
@@ -98,7 +98,7 @@ def rewrap(wrapper: DistributedDataParallel) -> None:
     named = wrapper.module.named_parameters()
     state["_module_parameters"] = [one for name, one in named if name not in ignored]
     state["_has_rebuilt_buckets"] = False
-    state["_static_graph_delay_allreduce_enqueued"] = False  # the graph is another one
+    state["_static_graph_delay_allreduce_enqueued"] = False  # the graph has changed
     wrapper.__setstate__(state)
     for hook, given in wrapper._comm_hooks:
         cast(Any, torch.distributed)._register_comm_hook(wrapper.reducer, given, hook)
@@ -157,14 +157,14 @@ def shard_together(modules: Sequence[nn.Module], mesh: DeviceMesh) -> None:
 
 
 def has_root(module: FSDPModule) -> bool:
-    """Return whether a parent to which `fully_shard` was applied has run, which then leads it."""
+    """Return whether the module has an FSDP2 root: a parent with `fully_shard` that has run."""
     return module._get_fsdp_state()._is_root is False
 
 
 def follow_parametrizations(model: nn.Module) -> None:
-    """Tell FSDP2 where weights are that were parametrized after `fully_shard`.
+    """Tell FSDP2 where to find weights that were parametrized after `fully_shard`.
 
-    It exchanges a parameter by module and name; `register_parametrization` moves it.
+    FSDP2 replaces a parameter by module and name, and `register_parametrization` moves it.
     """
     for module in sharded_modules(model):
         state = module._get_fsdp_state()
@@ -190,9 +190,9 @@ def _moved(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 @contextmanager
 def without_fully_shard(model: nn.Module) -> Iterator[None]:
-    """Context manager: inside, the modules are of their own classes, without FSDP2's hooks.
+    """Context manager: give the modules their own classes back, without FSDP2's hooks.
 
-    They can be copied then, which FSDP2 forbids. Parameters stay sharded.
+    Inside, they can be copied, which FSDP2 forbids. Parameters stay sharded.
     """
     before = [(module, type(module), dict(vars(module))) for module in model.modules()]
     try:
@@ -220,7 +220,7 @@ def _own_class(family: type[nn.Module]) -> type[nn.Module]:
     if family.__bases__[0] is base:
         return family.__bases__[1]
     members = {key: value for key, value in vars(family).items() if key not in _KEPT}
-    members.setdefault("__deepcopy__", _deepcopy)  # that of parametrized modules gives way to FSDP2
+    members.setdefault("__deepcopy__", _deepcopy)  # FSDP2 replaced the one of parametrized modules
     return type(family.__name__, tuple(map(_own_class, family.__bases__)), members)
 
 

@@ -26,7 +26,7 @@ def copy_model(model: nn.Module, memo: dict[int, object] | None = None) -> nn.Mo
 
     torch copies neither activations that a module still holds nor scripted functions. The copy
     holds such activations without their autograd history, and shares scripted functions. The pruner
-    of a gated model does not get to know the copy.
+    of a gated model does not follow the copy.
 
     Args:
         model: the model to copy.

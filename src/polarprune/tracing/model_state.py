@@ -162,7 +162,7 @@ class _SavesWrites(TorchDispatchMode):
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.saved: list[tuple[Tensor, Tensor]] = []
-        self._waiting: dict[int, list[Tensor]] = {}  # by where their memory begins
+        self._waiting: dict[int, list[Tensor]] = {}  # key: the address of their memory
         for tensor in tensors:
             if tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter):
                 self.saved.append((tensor, tensor.detach().clone()))
@@ -172,7 +172,7 @@ class _SavesWrites(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
-        """Perform the operation after what it overwrites was saved."""
+        """Save what the operation overwrites, then perform it."""
         kwargs = kwargs or {}
         for position, name in written_arguments(func):
             given = args[position] if position < len(args) else kwargs.get(name)

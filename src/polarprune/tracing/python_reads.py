@@ -1,4 +1,4 @@
-"""Notice Python code that reads values or sizes of tensors.
+"""Detect Python code that reads values or sizes of tensors.
 
 `x.tolist()` and `x.numpy()` bypass the dispatcher, so the recorder of operations does not see them.
 Sizes (`x.shape`, `x.size(1)`, `len(x)`) are replaced with numbers that remember where they were

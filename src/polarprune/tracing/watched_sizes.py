@@ -2,8 +2,8 @@
 
 While a model is recorded, `x.shape[1]`, `x.size(1)`, `x.numel()` and the integers that modules hold
 (`self.conv.out_channels`) are instances of `WatchedInt`. Arithmetic on them builds an expression,
-and a comparison is written into a `SizeLog`. This finds code that takes another branch for another
-width from the code's own expressions; a trial cut would find it only by chance.
+and a comparison is written into a `SizeLog`. The expressions reveal code that takes another branch
+for another width. A trial cut would find such code only by chance.
 """
 
 from __future__ import annotations

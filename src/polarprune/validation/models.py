@@ -18,7 +18,7 @@ from ..torch_internals.parallel import (
 
 
 def check_model(model: object, has_gates: Callable[[nn.Module], bool]) -> None:
-    """Refuse what cannot be traced: wrapped, compiled, lazy and gated models.
+    """Refuse models that cannot be traced: wrapped, compiled, lazy and gated ones.
 
     Args:
         model: What the user gave.
@@ -47,7 +47,7 @@ def check_model(model: object, has_gates: Callable[[nn.Module], bool]) -> None:
 
 
 def check_is_model(model: object) -> None:
-    """Refuse what is no module."""
+    """Refuse anything that is not a module."""
     if not isinstance(model, nn.Module):
         raise PruneError(f"the model is a {type(model).__name__}; give a torch.nn.Module.")
 
@@ -102,7 +102,7 @@ def _check_one_device(model: nn.Module) -> None:
 
 
 def check_not_tensor_parallel(model: nn.Module) -> None:
-    """Refuse weights that are spread over processes by anything else than `fully_shard`."""
+    """Refuse weights that something other than `fully_shard` spreads over processes."""
     for path, module in model.named_modules():
         for leaf, tensor in module._parameters.items():
             if tensor is not None and is_distributed(tensor) and not is_sharded(tensor):

@@ -1,4 +1,4 @@
-"""Tests of plain numbers that users pass."""
+"""Check plain numbers that users pass."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeGuard
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return True for a finite real number; a bool is none."""
+    """Return True for a finite real number that is not a bool."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return False
     try:
@@ -18,5 +18,5 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Return True for an integer from 1 on."""
+    """Return True for an integer of at least 1."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1

@@ -1,4 +1,4 @@
-"""Check optimizers, gates and copies of the model that users pass to a pruner."""
+"""Check and unwrap optimizers; check gates and copies of the model that users pass to a pruner."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _REMEDY = "build the optimizer with pruner.param_groups(lr=..., weight_decay=...
 
 
 def raw_optimizers(given: Iterable[object], where: str = "attach") -> list[Optimizer]:
-    """Return optimizers of torch, taken out of wrappers that hold one as `.optimizer`.
+    """Return torch optimizers; a wrapper that holds one as `.optimizer` is unwrapped.
 
-    A wrapper may be an `Optimizer` by name only, as accelerate's is, which has no hooks. The hooks
-    of the raw optimizer follow the steps that are really taken.
+    A wrapper may subclass `Optimizer` without supporting hooks, as accelerate's does. The hooks of
+    the raw optimizer run for the steps that are actually taken.
     """
     found = []
     for one in given:
@@ -36,7 +36,7 @@ def raw_optimizers(given: Iterable[object], where: str = "attach") -> list[Optim
 
 
 def _has_hooks(optimizer: object) -> bool:
-    """Return whether hooks of steps can be registered."""
+    """Return whether step hooks can be registered."""
     return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
@@ -58,7 +58,7 @@ def check_gates(
 
 
 def _check_groups(names: Mapping[int, str], optimizer: Optimizer) -> None:
-    """Look for the gates, whose names are given by id, in the optimizer's parameter groups."""
+    """Check the parameter groups that hold the gates; `names` maps the id of a gate to its name."""
     found, mixed = set[int](), False
     for group in optimizer.param_groups:
         held = {id(p) for p in group["params"]} & set(names)
@@ -86,7 +86,7 @@ def check_rates(lr: object, weight_decay: object, others: Iterable[str]) -> None
             continue
         number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         if not is_number(number) or number < 0:
-            raise PruneError(f"param_groups: {name}={value!r}; give a finite number from 0 on.")
+            raise PruneError(f"param_groups: {name}={value!r}; give a finite number of at least 0.")
     if "params" in others:
         raise PruneError(
             "param_groups: params=... is not accepted, because all parameters of the model are "
