@@ -116,7 +116,7 @@ def _ablations(folder: Path) -> list[str]:
     cards = {name: stored(folder, name) for name in names}
     missing = [name for name, card in cards.items() if card is None]
     if len(missing) == len(names):
-        return [f"The {len(names)} ablations in plain mode were not run yet."]
+        return [f"The {len(names)} ablations with the published proximal step were not run yet."]
     lines = [
         "| ablation | λ or budget | MACs left (%) | accuracy after removal (%) |",
         "|---|---|---|---|",
