@@ -35,7 +35,7 @@ EXTREMES = (  # of the length and the budget
     "paper-vgg16-31-budget",
     *(f"steering-{network}-{percent}" for network in ("resnet56", "vgg16") for percent in (70, 10)),
 )
-EARLIER = (  # runs of the version that closed all missing channels at the deadline
+EARLIER = (  # runs of the version that closed the remaining channels in one step
     *(f"earlier-resnet56-47-seed{seed}" for seed in range(3)),
     *("earlier-resnet56-34", "earlier-vgg16-31", "mobilenetv2_88m-54"),
 )
@@ -154,7 +154,7 @@ def _headline(column: list[Axes], rows: list[Row], at: int) -> None:
 def table(rows: Iterable[Row]) -> list[str]:
     lines = [
         "| network | epochs | budget (MACs) | largest distance from the path | "
-        "closed at the deadline | largest loss ratio of two epochs | accuracy | claim |",
+        "closed at once | largest loss ratio of two epochs | accuracy | claim |",
         "|---|---|---|---|---|---|---|---|",
     ]
     return lines + [_line(row) for kind in kinds(rows) for row in kind]
@@ -180,11 +180,13 @@ def verdict(rows: list[Row]) -> str:
     failed = [broken(row) for row in rows]
     kept = {part: sum(part not in one for one in failed) for part in ("path", "landing", "loss")}
     return (
-        f"The claim holds in {failed.count([])} of {len(rows)} runs. The MACs stay within "
-        f"{APART:g} points of the path in {kept['path']} runs (largest distance {max(apart):.2f}). "
-        f"At most {LANDED:g} points are closed at the deadline in {kept['landing']} runs (largest "
-        f"{max(landed):.2f}). The loss of an epoch is at most {RISE:g} times that of the previous "
-        f"epoch in {kept['loss']} runs (largest {max(ratios):.2f})."
+        f"The claim holds in {failed.count([])} of {len(rows)} runs:\n\n"
+        f"- The MACs stay within {APART:g} points of the path in {kept['path']} runs (largest "
+        f"distance {max(apart):.2f}).\n"
+        f"- At most {LANDED:g} points are closed at once in {kept['landing']} runs (largest "
+        f"{max(landed):.2f}).\n"
+        f"- The loss of an epoch is at most {RISE:g} times that of the previous epoch in "
+        f"{kept['loss']} runs (largest {max(ratios):.2f})."
     )
 
 
@@ -216,9 +218,9 @@ def scale(rows: list[Row]) -> str:
     }
     scores = [row["baseline"] for row in rows]
     return (
-        f"CIFAR-10, one run each: {'; '.join(settings)}. The baselines have an accuracy of "
-        f"{min(scores):.1%} to {max(scores):.1%}. With a low accuracy the loss is high, and the "
-        f"ratio of two losses says less."
+        f"The data is CIFAR-10, with one run each: {'; '.join(settings)}. The baselines have an "
+        f"accuracy of {min(scores):.1%} to {max(scores):.1%}. Where the accuracy is low, the loss "
+        f"is high, and the ratio of two losses says less."
     )
 
 
@@ -233,7 +235,7 @@ def deadline(recipe: Row) -> int:
 
 
 def cut(name: str) -> dict[str, float]:
-    """Return MACs in percent and logged losses before and after the epoch of the deadline."""
+    """Return MACs in percent and logged losses before and after the epoch of the budget step."""
     rows, at = log(name), deadline(settings(name))
     macs = {row["epoch"]: 100 * row["macs"] for row in rows}
     losses = {r["epoch"]: r["recalibrated_loss"] for r in rows if "recalibrated_loss" in r}
@@ -250,7 +252,7 @@ class Long(NamedTuple):
     """What the log of a long run says about its steering."""
 
     apart: float  # largest distance from the path after an epoch, in points of the MACs
-    drop: float  # points of the MACs that closed in the epoch of the deadline
+    drop: float  # points of the MACs that closed in the epoch of the budget step
     usual: float  # the most in any other epoch
     ratio: float  # largest ratio of two losses that were logged one after the other
     pause: int  # epochs between these
@@ -260,7 +262,7 @@ class Long(NamedTuple):
 
     @property
     def keeps(self) -> bool:
-        """Whether the path and the loss keep to the claim.
+        """Whether the path and the loss are as claimed.
 
         A rise that the same training has without pruning is not due to the steering.
         """
@@ -319,7 +321,7 @@ def present() -> list[str]:
         return [f"A long run is not stored: {missing}."]
     lines = [
         "| run | epochs | budget (MACs) | largest distance from the path | closed in the epoch of "
-        "the deadline | most in any other epoch | largest loss ratio | beyond the same training "
+        "the budget step | most in any other epoch | largest loss ratio | beyond the same training "
         "without pruning | loss logged every |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
@@ -333,11 +335,11 @@ def present() -> list[str]:
         )
     kept = sum(one.keeps for one in found.values())
     return [
-        "Trainings on the whole of CIFAR-10, read off the logs of the runs of the table and "
-        "others. The distance from the path is taken after every epoch. The loss ratio compares "
-        "the recalibrated test loss with the one that was logged before. Where the same training "
-        "was also run without pruning, the claim is about the rise beyond it. The path and the "
-        f"loss keep to the claim in {kept} of {len(found)} runs.{rises(found)}",
+        "**Long runs** on the whole of CIFAR-10: those of [the paper's table](#the-papers-table) "
+        "and some at extreme budgets. Their logs give the distance from the path after every "
+        "epoch, and the ratio of each recalibrated test loss to the one that was logged before. "
+        "Where the same training was also run without pruning, the claim is about the rise beyond "
+        f"it. The path and the loss are as claimed in {kept} of {len(found)} runs.{rises(found)}",
         "\n".join(lines),
         "![headline](figures/headline.png)",
         "![extremes](figures/extremes.png)",
@@ -368,8 +370,8 @@ def earlier() -> list[str]:
         return [f"A run of the earlier version is not stored: {missing}."]
     points = [one["before"] - one["after"] for one in found.values()]
     lines = [
-        "| run | epoch of the deadline | MACs before | MACs after | points removed in this epoch | "
-        "most in any other epoch | last loss logged before | first loss logged after |",
+        "| run | epoch of the budget step | MACs before | MACs after | points closed in this epoch "
+        "| most in any other epoch | last loss logged before | first loss logged after |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for (name, one), gone in zip(found.items(), points, strict=True):
@@ -379,9 +381,9 @@ def earlier() -> list[str]:
             f"{one['loss before']:.2f} | {one['loss after']:.2f} |"
         )
     return [
-        "An earlier version closed all missing channels at the deadline (dotted line): "
-        f"{min(points):.1f} to {max(points):.1f} points of the MACs in a single epoch. The claim "
-        "is not about its runs. Their recalibrated loss was logged every ten epochs.",
+        "**An earlier version** closed the remaining channels in one step, the budget step (dotted "
+        f"line): {min(points):.1f} to {max(points):.1f} points of the MACs in a single epoch. The "
+        "claim is not about these runs. Their recalibrated loss was logged every ten epochs.",
         "\n".join(lines),
         "![headline_earlier](figures/headline_earlier.png)",
     ]
@@ -393,8 +395,15 @@ def section() -> list[str]:
     if not rows:
         return ["Not measured yet."]
     return [
-        f"Measured by [steering.py](../benchmarks/measure/steering.py). {scale(rows)} The distance "
-        "from the path is taken at every controller step, in points of the original MACs.",
+        "With a budget, the cost follows a [planned path](method.md#the-budget) until the budget "
+        f"step, halfway through the training. The claim: the MACs stay within {APART:g} points of "
+        f"this path, at most {LANDED:g} points are closed at once at its end, and the recalibrated "
+        f"test loss never rises by more than a factor of {RISE:g} from one epoch to the next. "
+        "Recalibrated means that the statistics of batch norms are estimated again with the "
+        "gates of that epoch.",
+        f"**Short runs**, measured by [steering.py](../benchmarks/measure/steering.py). "
+        f"{scale(rows)} The distance from the path is taken whenever the controller selects gates, "
+        "in points of the original MACs.",
         "\n".join(table(rows)),
         " ".join([verdict(rows), *cause(rows)]),
         "![steering](figures/steering.png)",
