@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from ..errors import PruneError
+from ..rewriting.parametrizations import is_gated, parametrized
 from ..torch_internals.markers import STATE, attach_state, is_gate_part
 from .state_bytes import State, decode, encode
 
@@ -68,6 +70,7 @@ class CarriedState:
         self, module: nn.Module, state: dict[str, Any], prefix: str, *others: object
     ) -> None:
         """Take the entry out of a state dict, and bring the model to its widths."""
+        _check_has_gates(module, state, prefix)
         entry = state.pop(prefix + STATE, None)
         _give_all_names(module, state, prefix)
         if self.run is not None:
@@ -124,6 +127,16 @@ def _separate_gates(state: dict[str, Any], prefix: str) -> None:
             if tensor.data_ptr() in seen:
                 state[key] = tensor.clone()
             seen.add(tensor.data_ptr())
+
+
+def _check_has_gates(model: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    """Refuse weights of the model without gates; with `strict=False`, torch would skip them."""
+    for name, _, _, parts in parametrized(model):
+        if prefix + name in state and is_gated(parts):
+            raise PruneError(
+                f"load_state_dict: {prefix}{name} is of the model without gates. Load such weights "
+                f"before the Pruner is built, or the state of a gated model. Nothing was changed."
+            )
 
 
 def _give_all_names(model: nn.Module, state: dict[str, Any], prefix: str) -> None:
