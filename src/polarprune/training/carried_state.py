@@ -14,6 +14,8 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from ..errors import PruneError
+from ..rewriting.parametrizations import is_gated, parametrized
 from ..torch_internals.markers import STATE, attach_state, is_gate_part
 from ..validation.pruner_state import State
 from .state_bytes import decode, encode
@@ -70,6 +72,7 @@ class CarriedState:
         self, module: nn.Module, state: dict[str, Tensor], prefix: str, *others: object
     ) -> None:
         """Take the entry out of a state dict, and bring the model to its widths."""
+        _check_has_gates(module, state, prefix)
         entry: object = state.pop(prefix + STATE, None)
         _give_all_names(module, state, prefix)
         if self.run is not None:
@@ -126,6 +129,16 @@ def _separate_gates(state: dict[str, Tensor], prefix: str) -> None:
             if tensor.data_ptr() in seen:
                 state[key] = tensor.clone()
             seen.add(tensor.data_ptr())
+
+
+def _check_has_gates(model: nn.Module, state: dict[str, Tensor], prefix: str) -> None:
+    """Refuse weights of the model without gates; with `strict=False`, torch would skip them."""
+    for name, _, _, parts in parametrized(model):
+        if prefix + name in state and is_gated(parts):
+            raise PruneError(
+                f"load_state_dict: {prefix}{name} is of the model without gates. Load such weights "
+                f"before the Pruner is built, or the state of a gated model. Nothing was changed."
+            )
 
 
 def _give_all_names(model: nn.Module, state: dict[str, Tensor], prefix: str) -> None:

@@ -179,7 +179,8 @@ class Pruner(PruningRun):
             *others: optimizers of other parameters; `compact` cuts their state, too.
 
         Raises:
-            PruneError: if the optimizer does not hold the gates, or decays them.
+            PruneError: if the optimizer does not hold the gates, or decays them, or another one
+                holds gates, too.
 
         Example:
             >>> pruner.attach(optimizer)
@@ -189,7 +190,7 @@ class Pruner(PruningRun):
             raise PruneError("attach: this pruner is attached already; one optimizer is enough.")
         for one in (optimizer, *rest):
             self._compaction.drop_removed(one)
-        check_gates(self._named_alphas(), self._stepper.alphas, optimizer)
+        check_gates(self._named_alphas(), self._stepper.alphas, optimizer, rest)
         if self._compaction.automatic:
             check_held(self.model, (optimizer, *rest), "attach(optimizer, other)")
         self._optimizer, self._others = optimizer, tuple(rest)
