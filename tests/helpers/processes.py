@@ -60,6 +60,8 @@ def fork_two(task: Callable[[], object]) -> bool:
     codes = []
     while running:
         pid, status = os.wait()
+        if pid not in running:  # another child of this process
+            continue
         running.discard(pid)
         codes.append(os.waitstatus_to_exitcode(status))
         for other in running if codes[-1] else ():
