@@ -1,4 +1,4 @@
-"""ImageNet: a folder of pictures, recipes of the paper, rehearsals, several processes."""
+"""ImageNet: a folder of photos, the paper's settings, dry runs, several processes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ runner = CliRunner()
 
 
 def pictures(folder: Path, train: int = 6, val: int = 3) -> Path:
-    """Two classes of pictures, red and green, of several sizes."""
+    """Write two classes of images, red and green, in several sizes."""
     for part, count in (("train", train), ("val", val)):
         for label, colour in (("green", (20, 200, 30)), ("red", (200, 20, 30))):
             (folder / part / label).mkdir(parents=True)
@@ -320,7 +320,7 @@ app()
 
 
 def test_several_processes_train_one_network(tmp_path: Path) -> None:
-    """With torchrun: the scores are those of the network that is written."""
+    """With torchrun, the scores are those of the network that is written."""
     data = f"imagenet:{noisy(tmp_path / 'data', train=16, val=40)}"
     driver, seeds = tmp_path / "driver.py", str(tmp_path / "seeds")
     driver.write_text(DRIVER.format(out=seeds))

@@ -1,4 +1,4 @@
-"""Other methods on tiny data: the same budget, the same epochs, their penalties and formulas."""
+"""Other methods on tiny data: equal budget, equal epochs, and their penalties and formulas."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_slimming_pulls_at_every_scale_by_its_sign() -> None:
 
 
 def test_group_lasso_against_its_closed_form() -> None:
-    """w √size / ‖w‖ for every channel that a weight goes with."""
+    """The gradient is w √size / ‖w‖, summed over the channels that a weight belongs to."""
     model = Tiny()
     control(Lasso, model, lasso=0.7).penalty().backward()
 
@@ -366,7 +366,7 @@ def test_the_gates_reach_the_budget_by_themselves(kind: Any, data: Cifar10) -> N
 
 
 def kernels(model: Any) -> Tensor:
-    """Norms by hand of the weights that read the channels of one and two."""
+    """Compute by hand the norms of the weights that read the channels of `one` and `two`."""
     return torch.cat(
         [
             model.two.weight.detach().square().sum((0, 2, 3)).sqrt(),
@@ -499,7 +499,7 @@ def test_torch_prunings_regularizer_is_its_own(kind: Any) -> None:
 
 @needs_torch_pruning
 def test_torch_pruning_regularizes_no_depthwise_convolution() -> None:
-    """Its library leaves them out, of the importance as well."""
+    """The library leaves them out of the regularizer and of the importance."""
     model = MobileNetV2(strides=(2, 2, 2, 2, 1, 2, 1), dropout=0.0)
     model.blocks = model.blocks[:3]
     model.last = nn.Conv2d(24, 32, 1)
@@ -546,7 +546,7 @@ def stored(
     images: int = 10000,
     **changes: Any,
 ) -> None:
-    """A card and a log as `Run` writes them."""
+    """Write a card and a log as `Run` does."""
     stages = ("baseline", "before removal", "after removal", "after fine-tuning")
     table = [
         {"stage": stage, "accuracy": score, "macs": 1, "params": 1}
@@ -575,7 +575,7 @@ def stored(
 
 
 def made(root: Path) -> tuple[str, str]:
-    """The page and the README."""
+    """Write the page and the README, and return their texts."""
     (root / "docs").mkdir()
     (root / "README.md").write_text(f"above\n{MARKS[0]}\nold\n{MARKS[1]}\nbelow\n")
     write(root)

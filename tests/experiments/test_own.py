@@ -1,4 +1,4 @@
-"""`polarprune train` with a model and data of the user's own, and every way to name them."""
+"""`polarprune train` with the user's own model and data, and every way to name them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SMALL += ["--device", "cpu", "--macs", "0.5"]
 
 
 def pictures(folder: Path, classes: int = 4) -> Path:
-    """Pictures of as many colours as classes, as PNG and JPEG files."""
+    """Write images of as many colours as classes, as PNG and JPEG files."""
     for part, count in (("train", 6), ("val", 2)):
         for label in range(classes):
             (folder / part / f"class{label}").mkdir(parents=True)

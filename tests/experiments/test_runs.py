@@ -1,4 +1,4 @@
-"""`polarprune train` and `eval`: data, recipes, the training loop, a run from start to card."""
+"""`polarprune train` and `eval`: data, settings, the training loop, a run from start to card."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_normalised_images_have_the_published_mean_and_deviation() -> None:
 
 
 def test_batches_are_crops_and_flips_of_the_images() -> None:
-    """Every batch image is found among the 9 × 9 × 2 that there may be."""
+    """Every image of a batch is one of the 9 × 9 × 2 possible crops and flips."""
     few = images(6)
     batches = Batches(few, 3)
     padded = nn.functional.pad(few.x, (0, 0, 4, 4, 4, 4))
@@ -786,7 +786,7 @@ def test_experiments_run_one_after_the_other_and_leave_cards_and_models(
 
 
 def settings(experiment: experiments.Experiment) -> Settings:
-    """The recipe of an experiment, as the command line would change it."""
+    """Return the settings of an experiment, as the command line would change them."""
     changes = [change.partition("=")[::2] for change in experiment.change]
     return preset(experiment.preset, **{key: json.loads(value) for key, value in changes})
 
@@ -824,7 +824,7 @@ def test_plain_mode_is_that_of_the_paper(name: str) -> None:
     ],
 )
 def test_the_papers_recipes_run(name: str, data: Cifar10, tmp_path: Path) -> None:
-    """One epoch of a tiny network, with all else as it is."""
+    """Run one epoch of a tiny network with all other settings of the experiment."""
     one = experiments.EXPERIMENTS[name]
     short = {"network": "tiny", "epochs": 1, "baseline_epochs": 1, "batch": 20, "tune_epochs": 0}
     run = Run(dataclasses.replace(settings(one), **short), data, tmp_path)  # type: ignore[arg-type]

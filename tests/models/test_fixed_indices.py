@@ -1,4 +1,4 @@
-"""Channels that code picks or writes by number: what is cut away must not shift the number."""
+"""Channels that code reads or writes by index: a cut must not shift the index."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OTHERS = (images(3, 8), images(2, 12), images(2, 5))
 
 
 def reading(pick: Any) -> Body:
-    """A body that scales all channels by what is picked."""
+    """A body that scales all channels by those that are picked."""
     return lambda net, h: net.rest(h * pick(h))
 
 

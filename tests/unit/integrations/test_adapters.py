@@ -1,4 +1,4 @@
-"""Every adapter: trains to the budget, is interrupted and resumes, exports, and is equal."""
+"""Every adapter trains to the budget, resumes after an interruption, and exports an equal model."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_steps_that_a_gradient_scaler_skips_are_not_counted() -> None:
 
 
 class Rates(lightning.Callback):
-    """Writes down the rates of weights and gates at every step."""
+    """A callback that records the learning rates of weights and gates at every step."""
 
     def __init__(self) -> None:
         self.seen: list[list[float]] = []

@@ -63,7 +63,7 @@ class LayeredConfig(transformers.PreTrainedConfig):
 
 
 class Layered(transformers.PreTrainedModel):
-    """A model whose class reads a width of every layer."""
+    """A model whose class reads a width for every layer."""
 
     config_class = LayeredConfig
 
@@ -108,7 +108,7 @@ def halved(family: str, *kinds: str) -> tuple[Any, dict[str, Any]]:
 
 
 class Words:
-    """In the place of a tokenizer, which may do harm."""
+    """A replacement for a tokenizer, which may do harm."""
 
     def __init__(self, harm: Any = None) -> None:
         self.harm = harm

@@ -1,4 +1,4 @@
-"""The config of a pruned model tells its sizes, or `save_pretrained` refuses."""
+"""The config of a pruned model has its sizes, or `save_pretrained` refuses."""
 
 from __future__ import annotations
 

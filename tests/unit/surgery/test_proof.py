@@ -1,4 +1,4 @@
-"""The proof sees what it has to see: small numbers beside large ones, other inputs, other modes."""
+"""The proof finds differences in small numbers beside large ones, on other inputs and modes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INF, NAN = float("inf"), float("nan")
 
 
 class Masked(nn.Module):
-    """Logits, of which the first is replaced."""
+    """A model whose first logit is replaced."""
 
     def __init__(self, by: float) -> None:
         super().__init__()
@@ -275,7 +275,7 @@ def test_compact_is_proved_in_float64_where_float32_is_too_coarse(
 
 
 class Remembers(nn.Module):
-    """Keeps what it computed in eval mode, until it is trained again."""
+    """A layer that keeps what it computed in eval mode until it is trained again."""
 
     def __init__(self, empty: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The model's own state dict has the pruner's state: model and optimizer are all that is stored."""
+"""The model's own state dict contains the pruner's state: no third state has to be stored."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FILES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 
 def resumed(first: Parts, through: Callable[..., Any] = by_torch, **settings: Any) -> Parts:
-    """A new run, from the states of the model and the optimizer alone."""
+    """Build a new run from only the states of the model and the optimizer."""
     second = build(**settings)
     second[1].load_state_dict(through(first[1].state_dict()))
     second[2].load_state_dict(by_torch(first[2].state_dict()))
@@ -239,7 +239,7 @@ def refused(parts: Parts, message: str) -> None:
 
 
 def weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All but running statistics, which a forward pass moves."""
+    """Return all entries except running statistics, which a forward pass changes."""
     return {key: x for key, x in state.items() if "running" not in key and "num_" not in key}
 
 

@@ -1,4 +1,4 @@
-"""compact(): closed channels are taken out, and training goes on as if nothing had happened."""
+"""`compact()` removes closed channels, and training continues as without it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def double(inputs: Any) -> Any:
 
 
 def close(pruner: pp.Pruner, seed: int, whole: bool = False) -> None:
-    """Random gates; with `whole`, all of those that may go."""
+    """Close random gates; with `whole`, all gates that may close."""
     generator = torch.Generator().manual_seed(seed)
     alpha = pruner._flat()
     for group in pruner.graph.prunable.values():
@@ -55,7 +55,7 @@ def close(pruner: pp.Pruner, seed: int, whole: bool = False) -> None:
 def trained(
     name: str, make: Optimizers, compact: tuple[int, ...], steps: int = 6, whole: bool = False
 ) -> tuple[pp.Pruner, list[Tensor], Any]:
-    """A run in which gates close at two steps, and which is compacted at others."""
+    """Train a run in which gates close at two steps and which is compacted at other steps."""
     model, inputs = NETS[name]()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -105,7 +105,7 @@ def test_training_goes_on_as_if_nothing_had_happened(name: str, whole: bool) -> 
 
 
 class Tied(nn.Module):
-    """Words in and out by one matrix, attention of torch between."""
+    """One matrix for input and output words, with torch's attention between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ def begun(steps: int = 30) -> tuple[pp.Pruner, torch.optim.Optimizer]:
 
 
 def test_what_was_put_around_the_model_goes_on() -> None:
-    """Momentum, a schedule of the rate, an average of the weights: a run with and one without."""
+    """Compare runs with and without compaction: momentum, a scheduler, averaged weights."""
     losses, weights = [], []
     for compact in (False, True):
         pruner, optimizer = begun()
@@ -340,7 +340,7 @@ def test_another_word_than_auto_is_refused() -> None:
 
 
 def shares_at_which_auto_compacts(pruner: pp.Pruner) -> list[tuple[int, float]]:
-    """The steps at which shapes changed, and the share of MACs that was left then."""
+    """Return the steps at which shapes changed, and the share of the MACs that was left then."""
     found = []
     optimizer = sgd(pruner)
     pruner.attach(optimizer)
@@ -371,7 +371,7 @@ def test_auto_does_not_compact_when_hardly_any_step_is_left() -> None:
 
 
 class Beside(nn.Module):
-    """A layer that reads channels that may go, and the input, which stays."""
+    """A layer that reads prunable channels and the model's input, which stays."""
 
     def __init__(self) -> None:
         super().__init__()

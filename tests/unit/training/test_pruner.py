@@ -1,4 +1,4 @@
-"""The pruner in the training loops that people have."""
+"""The pruner in the training loops that users write."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ def test_the_report_names_the_multiple_that_was_asked_for() -> None:
 
 
 def resumed(stop: int, name: str, goal: dict[str, float]) -> dict[str, Any]:
-    """Train, stop after some steps, go on with new objects; the state at the end."""
+    """Train, stop after some steps, resume with new objects, and return the state at the end."""
     pruner = setup(steps=20, **goal)
     optimizer = OPTIMIZERS[name](pruner)
     pruner.attach(optimizer)
@@ -438,7 +438,7 @@ def test_a_deep_copy_of_a_gated_model_shares_its_gates_within_and_not_without() 
 
 
 def test_where_float32_rounds_too_coarsely_the_proof_is_made_in_float64(monkeypatch) -> None:
-    """As on a GPU with TF32: the single-precision comparison fails, the double one decides."""
+    """As on a GPU with TF32: the comparison in float32 fails, and the one in float64 decides."""
     pruner = prune(digits_resnet(8), STEPS, channels=1, size=8, macs=0.5)
     real = polarprune.surgery.proof.prove_equal
 
@@ -470,7 +470,7 @@ def test_a_wrong_cut_is_refused_in_float64_too(monkeypatch) -> None:
 
 
 class Keeps(nn.Module):
-    """Holds on to an activation, as for a penalty or a plot."""
+    """A module that keeps an activation, as for a penalty or a plot."""
 
     def __init__(self) -> None:
         super().__init__()
