@@ -151,7 +151,7 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# --- a training loop of one's own -----------------------------------------------------------------
+# --- a user's training loop -----------------------------------------------------------------------
 
 
 class Net(nn.Module):

@@ -11,7 +11,7 @@ started again, as users do it, until they are done.
 - diverged: a loss that is NaN or infinite, or rates that explode. A refusal that names the gate.
 - many steps: 20,000 of them, in which memory and history must not grow.
 
-A run is a training loop of one's own with the checkpoints of docs/usage.md, or `polarprune train`.
+A run is a user's training loop with the checkpoints of docs/usage.md, or `polarprune train`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# What runs import late is imported here, so that not each of the forks does it anew.
+# Import here what runs import late, so that not every fork does it again.
 import jinja2  # noqa: F401
 import matplotlib.backends.backend_agg
 import matplotlib.figure  # noqa: F401
