@@ -1,4 +1,9 @@
-"""Train-time structured pruning to a preset budget, with an exported model proved equal."""
+"""Train-time structured pruning to a preset budget, with an exported model proved equal.
+
+A package or module of this folder imports only those before it in this list: errors,
+torch_internals, validation, tracing, channels, rules, rewriting, surgery, cost, gates, analysis,
+report, training, files, integrations, factories, experiments, cli.
+"""
 
 from .analysis.trace import trace
 from .errors import PruneError

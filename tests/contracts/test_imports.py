@@ -342,6 +342,8 @@ def test_the_documented_order_of_packages_is_the_one_that_is_checked() -> None:
     text = (ROOT.parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
     table = text.partition("## Packages")[2].partition("## ")[0]
     assert re.findall(r"^\| `(\w+)` \|", table, re.M) == PACKAGES
+    _, _, listed = (polarprune.__doc__ or "").partition("in this list:")
+    assert re.findall(r"\w+", listed) == PACKAGES
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)

@@ -359,10 +359,10 @@ TOLD: dict[str, tuple[Callable[[World], dict[str, Any]], str]] = {
     ),
     "rules, a number": (lambda w: {"rules": 3}, "rules=3: give a dict, as rules="),
     "rules, a list": (lambda w: {"rules": [failing]}, r"rules=\[<function.*: give a dict, as"),
-    "rules, a name": (lambda w: {"rules": {"relu": failing}}, "rules: 'relu' is no operation"),
+    "rules, a name": (lambda w: {"rules": {"relu": failing}}, "rules: 'relu' is not an operation"),
     "rules, no function": (
         lambda w: {"rules": {torch.ops.aten.relu: 3}},
-        r"rules: 3 is no rule for aten.relu; give a function of \(flow, op\)",
+        r"rules: 3 is not a rule for aten.relu; give a function of \(flow, op\)",
     ),
     "rules, one fails": (
         lambda w: {"rules": {torch.ops.aten.relu: failing}},
@@ -715,6 +715,10 @@ GATED: dict[str, tuple[Call, str]] = {
         lambda w: w.pruner.attach(SGD(w.net.parameters(), 0.1, weight_decay=0.01)),
         r"attach: gates \(for one, of .*\) are in a parameter group with weight decay 0.01.*build",
     ),
+    "attach: gates in another, too": (
+        lambda w: w.pruner.attach(w.optimizer, Adam(w.net.parameters())),
+        r"attach: two optimizers hold gates \(for one, of .*take the parameters of the other ones",
+    ),
     "attach: no gates": (lambda w: w.pruner.attach(SGD(other().parameters(), 0.1)), NOT_HELD),
     "attach: one gate": (
         lambda w: w.pruner.attach(Adam([next(iter(w.pruner.gates.values())).alpha])),
@@ -859,7 +863,7 @@ for name, wrong in {
 }.items():
     GATED[f"param_groups: {name}"] = (
         lambda w, wrong=wrong: w.pruner.param_groups(**wrong),
-        r"param_groups: (lr|weight_decay)=.*; give a finite number from 0 on",
+        r"param_groups: (lr|weight_decay)=.*; give a finite number of at least 0",
     )
 GATED["param_groups: params"] = (
     lambda w: w.pruner.param_groups(lr=0.1, params=[]),

@@ -1,4 +1,4 @@
-"""Decide which channels live and die together.
+"""Find which channels must be removed together, and which cannot be removed.
 
 In: tapes. Out: a `Graph` of groups of channels: where each group occurs, which groups are
 prunable, and why the others are frozen. It reads tapes only; it never runs or changes a model.

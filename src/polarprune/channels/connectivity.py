@@ -61,7 +61,7 @@ def _pass_on(op: Op, source: Value, merges: bool, carriers: _Carriers, best: Pat
 
 
 def _written(op: Op) -> list[Value]:
-    """Return what an operation puts out; a write into a view also reaches the base tensor."""
+    """Return the outputs of an operation; a write into a view also reaches the base tensor."""
     if not op.func._schema.is_mutable:
         return op.outs
     return [*op.outs, *(value.base for value in op.outs if value.base is not None)]
@@ -103,7 +103,7 @@ class _Carriers:
         layers = self.graph.values.get(value, [])
         if len(layers) == 1:
             return self._in_layer(layers[0])
-        # Of several layers, those that hold frozen channels only say nothing.
+        # Of several layers, ignore those that hold frozen channels only.
         found = [names for names in map(self._in_layer, layers) if names != [_ALWAYS]]
         return list(dict.fromkeys(name for names in found for name in names)) or [_ALWAYS]
 

@@ -207,7 +207,7 @@ class Graph:
         """Return `alive` without the units whose readers have no output channels left.
 
         Removing a layer's outputs makes its inputs useless, so this repeats until nothing changes.
-        It takes no group below its minimum that was not below it before.
+        No group falls below its minimum, unless it was below it before.
         """
         needed = torch.zeros_like(alive)
         for group in self.prunable.values():

@@ -58,7 +58,7 @@ def _row(group: Group, price: tuple[float, float] | None) -> tuple[str, ...]:
 
 
 def _first_of(names: Sequence[str]) -> str:
-    """Return the first name, and how many there are besides."""
+    """Return the first name, and how many more there are."""
     return ", ".join(names[:1]) + (f" +{len(names) - 1}" if len(names) > 1 else "")
 
 

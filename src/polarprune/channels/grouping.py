@@ -1,4 +1,4 @@
-"""From labels to units, from units to groups.
+"""Form units from joined labels, and groups from units.
 
     labels   every index of every axis of every parameter has one; rules have joined them
     units    components of joined labels: the smallest thing that can be removed
@@ -82,8 +82,8 @@ class _Roles:
         """Return why a unit without any other reason is frozen, or an empty string."""
         if not any(axis in self.consumed for axis, _ in alike.occurrences):
             return (
-                "no layer merges these channels, so no gate can close them; read them by a layer "
-                "with a weight"
+                "no layer merges these channels, so no gate can close them; let a layer with a "
+                "weight read them"
             )
         if not any(axis in self.produced for axis, _ in alike.occurrences):
             return (
@@ -252,7 +252,7 @@ def _axes_with(labels: Labels, vectors: list[Tensor]) -> set[int]:
 
 
 def _uneven_groups(flow: Flow, formed: _Formed) -> dict[str, str]:
-    """Return groups whose units occur differently often in an operation, and why they freeze.
+    """Return groups whose units occur unequally often in an operation, and why this freezes them.
 
     A slice of a weight makes such groups. On whole axes of parameters all units of a group occur
     equally often, by the definition of a group, so these are skipped.
@@ -270,7 +270,7 @@ def _uneven_groups(flow: Flow, formed: _Formed) -> dict[str, str]:
             for number in _unequal_counts(formed.unit_of[labels], owner, sizes):
                 found[prunable[number].name] = (
                     f"some of these channels cost more than others in {item.op.where}; use a "
-                    f"separate weight there in place of a part of one"
+                    f"separate weight there instead of a slice of one"
                 )
     return found
 

@@ -55,7 +55,7 @@ def _freeze_kept(flow: Flow, keep: Iterable[tuple[str, str]]) -> None:
 
 
 def _choose_rows_or_columns(flow: Flow, choice: Choice) -> None:
-    """Where a weight reads channels in blocks, remove columns or rows: what leaves more units."""
+    """Where a weight reads channels in blocks, remove columns or rows, to leave more units."""
     columns, rows = (_units_left(flow, choice, columns=one) for one in (True, False))
     where = choice.contraction.op.where
     if columns >= rows:

@@ -30,7 +30,7 @@ class Axis:
 
 
 class Labels:
-    """Creates labels, and records which are joined and which are frozen for what reason."""
+    """Creates labels, and records which labels are joined, and which are frozen and why."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -115,7 +115,7 @@ def _connected(root: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Return the roots after joining `a` and `b` element by element.
 
     Each round replaces the roots of both ends by the smaller one and then follows roots to the end.
-    Pairs that are connected by then need not be looked at again.
+    Later rounds skip the pairs that are connected by then.
     """
     while len(a):
         low = torch.minimum(root[a], root[b])

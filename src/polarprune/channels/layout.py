@@ -18,7 +18,7 @@ from .labels import support
 from .propagation import Contraction, Statistic
 
 # The unit number of an index that belongs to no prunable group. It is -1 on purpose: vectors that
-# are indexed by units get one more element at the end, which then answers for frozen indices.
+# are indexed by units get one more element at the end, which holds the value for frozen indices.
 FROZEN = -1
 
 # Where in a module a width occurs: number of the operation, number of its tensor, axis.
@@ -29,13 +29,13 @@ AxisUnits = dict[str, dict[int, Tensor]]  # tensor name -> axis -> unit of each 
 
 @dataclass
 class _KeptCache:
-    """The answers of `Layout.kept` for the last set of units that it was asked about."""
+    """Caches the results of `Layout.kept` for the last set of units."""
 
     alive: Tensor | None = None
     answers: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def for_units(self, alive: Tensor) -> dict[tuple[int, ...], Tensor]:
-        """Return the answers for `alive`; forget the others."""
+        """Return the results for `alive`, and drop those for other units."""
         if self.alive is not alive:
             self.alive, self.answers = alive, {}
         return self.answers
@@ -161,7 +161,7 @@ class Layout:
             self._varying_axes[id(units)] = found or axes[-1:]
         return self._varying_axes[id(units)]
 
-    # --- what a set of units empties ---
+    # --- what a cut leaves empty or unread ---
 
     def emptied(self, alive: Tensor) -> set[tuple[str, int]]:
         """Return the axes (tensor name, axis) along which no index is left."""
@@ -193,7 +193,7 @@ class Layout:
 
         The last tensor marks contractions that make no unit: their outputs always stay.
         """
-        # The other mode, and every further call of a layer, repeat what is known.
+        # The tape of the other mode and further calls of a layer repeat contractions.
         items = {
             (*map(id, item.makes), 0, *map(id, item.sites)): item for item in self.contractions
         }
@@ -205,7 +205,7 @@ class Layout:
         return (makers, made), (readers[gated], read[gated]), always_busy
 
     def merged(self, owners: Tensor) -> tuple[AxisUnits, list[Contraction]]:
-        """Return axes and contractions with `owners[unit]` in place of every unit, each once."""
+        """Return axes and contractions with `owners[unit]` in place of units, each once."""
         known: dict[int, Tensor] = {}
 
         def merge(units: Tensor) -> Tensor:
@@ -225,7 +225,7 @@ class Layout:
 
 
 def _flat(vectors: list[list[Tensor]]) -> tuple[Tensor, Tensor]:
-    """Concatenate lists of vectors; return the number of the list of every element, and them."""
+    """Concatenate lists of vectors; return the list number of every element, and the elements."""
     numbers = [number for number, mine in enumerate(vectors) for _ in mine]
     flat = [vector.flatten() for mine in vectors for vector in mine]
     if not flat:

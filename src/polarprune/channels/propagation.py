@@ -1,4 +1,4 @@
-"""Send labels through a tape, operation by operation.
+"""Propagate labels through a tape, operation by operation.
 
 What an operation does to labels is decided by its rule: a function `(flow, op) -> None` that reads
 the layers of the operation's inputs (`flow.layers`), joins or freezes labels (`flow.labels`), and
@@ -49,8 +49,8 @@ class Choice:
 
     `view(batch, rows, columns)` and a pixel shuffle create such channels. There are two ways to
     prune them. Either the same columns are removed from every row, together with the inputs of the
-    weight. Or entire rows are removed, which continue as `passed`. Grouping decides which way
-    leaves more prunable units, after all operations have been seen.
+    weight. Or entire rows are removed, which continue as `passed`. `label_decisions` chooses the
+    way that leaves more prunable units, when all operations are known.
     """
 
     contraction: Contraction
@@ -93,7 +93,7 @@ class Flow:
     embedding_channels: list[Tensor] = field(default_factory=list)  # that embeddings create
     # Arguments that count channels, as in x[:, :8]: the operation, the layer and its axis.
     channel_counts: list[tuple[Op, Tensor, int]] = field(default_factory=list)
-    # A layer along several axes met one along some of them: grouping decides whether to join.
+    # Layers along several axes that met one along some of these; `label_decisions` may join them.
     pending_joins: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     at_least: list[AtLeast] = field(default_factory=list)
     multi_axis_layers: list[Tensor] = field(default_factory=list)  # vary along several axes

@@ -21,7 +21,7 @@ CONSTANT_INDEX = "only a constant vector of integers (a list in the code, a buff
 
 
 def because(op: Op, fact: str, *, detail: str = "", remedy: str = "") -> str:
-    """Return the reason for which an operation freezes channels.
+    """Return the reason why an operation freezes channels.
 
     Args:
         op: the operation.

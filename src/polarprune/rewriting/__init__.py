@@ -1,6 +1,6 @@
 """A module's forward as a graph: captured, edited, stored, installed.
 
-In: modules whose Python code does not follow when channels are removed. Out: the same modules
-with a forward that is run from an edited graph. It may replace the class of a module by a
-subclass; README.md has a drawing of the data flow.
+In: modules whose Python code does not adapt when channels are removed. Out: the same modules, whose
+forward now runs an edited graph. It may replace the class of a module by a subclass; README.md has
+a drawing of the data flow.
 """

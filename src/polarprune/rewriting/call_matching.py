@@ -13,10 +13,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..errors import PruneError
+from ..tracing.model_state import Args, Kwargs
 from .captured_forward import PLAIN_TYPES, CapturedForward
-
-Args = tuple[object, ...]
-Kwargs = dict[str, object]
 
 
 def form_of(args: Args, kwargs: Kwargs) -> str:
@@ -44,7 +42,7 @@ def graph_arguments(
 
 
 def _has_values(leaves: Sequence[object], fixed: Mapping[str, object]) -> bool:
-    """Return whether the arguments that are no tensors have the values of the example."""
+    """Return whether all arguments except tensors have the values of the example."""
     return all(
         int(number) < len(leaves)
         and type(leaves[int(number)]) is type(value)

@@ -1,7 +1,7 @@
-"""Write a module's forward down as a graph, by running it on the arguments of the example.
+"""Record a module's forward as a graph, by running it on the arguments of the example.
 
-The result is a `CapturedForward`, or `Refused` with the reason. The children of the module stay
-single nodes. Nothing is left behind: the module and torch are as before.
+The result is a `CapturedForward`, or `Refused` with the reason. Each child of the module becomes a
+single node. The module and torch are unchanged afterwards.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch.utils import _pytree as pytree
 from ..errors import PruneError
 from ..torch_internals.class_swaps import derive_class
 from ..torch_internals.patches import factories_replaced, fx_wrap_ignored
-from ..tracing.model_state import Example, as_call, restored, without_fused_paths
+from ..tracing.model_state import Args, Example, Kwargs, as_call, restored, without_fused_paths
 from .allowed_calls import FACTORIES
-from .call_matching import Args, Kwargs, form_of
+from .call_matching import form_of
 from .captured_forward import PLAIN_TYPES, CapturedForward, Refused
 from .side_effects import side_effects_refused
 from .stored_graphs import encode_graph
@@ -122,7 +122,7 @@ def capture(module: nn.Module, args: Args, kwargs: Kwargs) -> CapturedForward | 
     """
     chosen = vars(module).get("forward")
     if chosen is not None and getattr(chosen, "__self__", None) is not module:
-        return Refused("its forward was replaced by a function that is no method of it")
+        return Refused("its forward was replaced by a function that is not a method of it")
     leaves, form = pytree.tree_flatten((args, kwargs))
     fixed: Kwargs = {str(i): leaf for i, leaf in enumerate(leaves) if isinstance(leaf, PLAIN_TYPES)}
     graphs = {}

@@ -50,7 +50,7 @@ class CapturedForward:
     Attributes:
         form: The structure of `(args, kwargs)`, as `pytree.treespec_dumps` writes it. None if the
             graph takes its arguments by the names of its placeholders.
-        fixed: The arguments that are no tensors: index of the leaf -> value. A call with other
+        fixed: The arguments that are not tensors: index of the leaf -> value. A call with other
             values needs another graph.
         graphs: The operations in `"train"` and in `"eval"` mode.
     """

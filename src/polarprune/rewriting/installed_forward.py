@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from ..errors import PruneError
 from ..torch_internals.class_swaps import set_class, subclass
 from ..torch_internals.markers import class_origin, set_class_origin, set_source_graph
-from .call_matching import Args, Kwargs, graph_arguments
+from ..tracing.model_state import Args, Kwargs
+from ..tracing.recorder import Forward
+from .call_matching import graph_arguments
 from .captured_forward import CapturedForward
 from .interpreter import runner
 from .stored_graphs import decode, encode
 
 LONGEST_INDEX = 4096  # entries of a vector of integers that a graph may hold as a constant
-Forward = Callable[..., object]
 
 
 class ForwardClass:
@@ -63,7 +64,7 @@ class ForwardClass:
         set_class_origin(self.made, self)
 
     def _reduced(self, module: nn.Module, protocol: int) -> object:
-        """Return how pickle and copies make a module of this class again."""
+        """Return what pickle and `copy` need to make a module of this class again."""
         standard = object.__reduce_ex__(module, max(protocol, 2))
         if type(module) is not self.made or not isinstance(standard, tuple):
             return standard  # of a further subclass, such as that of a parametrized module
@@ -153,7 +154,7 @@ def _inputs_by_name(captured: CapturedForward) -> Callable[[nn.Module, Args, Kwa
 
 
 def _setter(family: type[nn.Module], integers_free: bool) -> Callable[[nn.Module, str, Any], None]:
-    """Return a `__setattr__` that refuses to change what a rewritten forward does not read."""
+    """Return a `__setattr__` that refuses changes which a rewritten forward would ignore."""
 
     def set_unless_fixed(self: nn.Module, name: str, value: Any) -> None:
         known = plain_attributes(self)

@@ -1,8 +1,12 @@
 """Run a graph node by node, without generating Python source, so nothing in a file becomes code.
 
-Each node becomes one closure. It reads its arguments from a list of slots and writes its result
-into another slot. A slot is cleared after its last use, so memory is freed as early as it would be
-in ordinary Python code.
+Each node becomes a closure that reads its arguments from a list of slots and writes its result into
+another slot. For `relu(x + y)`, with the module in slot 0 and the inputs in slots 1 and 2:
+
+    slots[3] = add(slots[1], slots[2])
+    slots[4] = relu(slots[3])
+
+A slot is cleared after its last use, so memory is freed as early as in ordinary Python code.
 """
 
 from __future__ import annotations
@@ -25,16 +29,13 @@ _MODULE_SLOT, _FIRST_INPUT_SLOT = 0, 1
 
 
 def runner(graph: fx.Graph, *, from_file: bool = False) -> Callable[..., Any]:
-    """Return a function that runs a graph.
+    """Return a function of a module and its inputs that runs a graph.
 
     Args:
         graph: The graph to run.
         from_file: The graph comes from a file that may be forged. Uninitialized memory is then
             zeroed, calls that would create tensors out of proportion to the inputs are refused,
             and a call that fails raises a PruneError that names the node.
-
-    Returns:
-        A function of the module and of the values of the placeholders, in order.
     """
     program = _Program(from_file)
     for node in sorted(graph.nodes, key=lambda node: node.op != "placeholder"):
@@ -344,11 +345,7 @@ def read_attribute(owner: object, name: str) -> object:
 
 
 def write_item(owner: object, index: Any, item: Any) -> None:
-    """Run `owner[index] = item` on a tensor.
-
-    Raises:
-        PruneError: The owner is not a tensor.
-    """
+    """Run `owner[index] = item`, or raise a PruneError if the owner is not a tensor."""
     if not isinstance(owner, Tensor):
         raise PruneError(f"an item is written into {type(owner).__name__}, which is not a tensor.")
     owner[index] = item

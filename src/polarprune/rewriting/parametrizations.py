@@ -2,7 +2,7 @@
 
 A parametrization may mix channels, so channels are not followed through it: the computed weight
 counts as a parameter. Gates are multiplied into the computed weight. In a pruned model it is a
-plain parameter that has the value which was computed last.
+plain parameter with the last computed value.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ComputedWeight(nn.Module):
     """A parametrization that polarprune registers for a weight that a layer's forward computed.
 
     Attributes:
-        unread: Tensors of the layer that only this parametrization reads. They go with it.
+        unread: Tensors of the layer that only this parametrization reads. They are removed with it.
     """
 
     unread: list[str]
@@ -47,7 +47,7 @@ def parametrized(
 ) -> Iterator[tuple[str, nn.Module, str, ParametrizationList]]:
     """Yield every parametrized tensor: name, module, attribute, and its parametrizations."""
     for path, module in list(model.named_modules()):
-        if "parametrizations" not in module._modules:  # torch's own test is slow if so
+        if "parametrizations" not in module._modules:  # faster than torch's test
             continue
         if parametrize.is_parametrized(module) and "parametrizations" not in path.split("."):
             for leaf, parts in list(_lists(module).items()):
@@ -87,7 +87,7 @@ def plain_copy(model: nn.Module) -> nn.Module:
 
 
 def _value(module: nn.Module, leaf: str, parts: nn.Module) -> Tensor:
-    """Return the weight in eval mode: in train mode, spectral norm changes with every reading."""
+    """Return the weight in eval mode: in train mode, spectral norm changes at every access."""
     modes = [(part, part.training) for part in parts.modules()]
     parts.eval()
     try:

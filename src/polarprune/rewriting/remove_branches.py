@@ -3,8 +3,8 @@
 When all channels of a group are closed, the layer that reads them returns its bias, and a norm
 after it a function of that: the same vector at every position of every image. If this vector is
 only added to something, as in a residual block, the branch is removed from the block's forward.
-The vector is then computed from two points instead of a feature map. Two, because batch norm in
-train mode must see the same statistics: the mean is the value, the variance is zero.
+The vector is then computed from two points instead of a feature map. Two points give batch norm in
+train mode the same statistics: the mean is the value, the variance is zero.
 """
 
 from __future__ import annotations

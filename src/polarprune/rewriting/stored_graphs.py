@@ -2,7 +2,10 @@
 
 `encode` writes what `decode` reads, and both refuse everything else. Names are ASCII identifiers.
 Functions, methods and attributes are listed in `allowed_calls`. Constants are numbers, short
-strings, dtypes, devices, and containers of these. Decoding builds a graph and runs nothing.
+strings, dtypes, devices, and containers of these. Decoding builds a graph and runs nothing. A node
+is stored as its name, kind, target, arguments and keyword arguments; `y * 2.0` becomes
+
+    ["mul", "call_function", "operator.mul", {"tuple": [{"node": "y"}, 2.0]}, {"dict": {}}]
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from .allowed_calls import ATTRIBUTES, METHODS, function_named, name_of_function
 from .captured_forward import CapturedForward
 
 Json: TypeAlias = object  # the result of `json.loads`, whose types are not known yet
+StoredForward: TypeAlias = dict[str, Json]
 Nodes: TypeAlias = Mapping[str, fx.Node]
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
@@ -75,7 +79,7 @@ def is_path(path: object) -> TypeGuard[str]:
     )
 
 
-def encode(captured: CapturedForward) -> dict[str, Any]:
+def encode(captured: CapturedForward) -> StoredForward:
     """Return a captured forward as plain data that JSON can hold.
 
     Raises:

@@ -1,8 +1,8 @@
 """A module's forward as a graph, traced by torch.fx without an example.
 
-`capture` needs a run on the example and writes down the branch that was taken. Here fx runs the
-forward on plain proxies, which fails for code that branches on values or sizes, but gives a graph
-that is valid for all inputs. `remove_branches` reads and edits it.
+`capture` needs a run on the example and records the branch that was taken. Here fx runs the forward
+on plain proxies, which fails for code that branches on values or sizes, but gives a graph that is
+valid for all inputs. `remove_branches` reads and edits it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.node import Target
 
 from ..torch_internals.class_swaps import derive_class
 from ..torch_internals.markers import source_graph
@@ -28,13 +29,13 @@ _cache: ContextVar[dict[nn.Module, fx.Graph | Refused] | None] = ContextVar("_ca
 
 
 class _LayerTracer(OneThreadTracer):
-    """Writes down layers as single nodes, and returns the pieces of a chunk as a tuple."""
+    """Records layers as single nodes, and returns the pieces of a chunk as a tuple."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Trace through containers only."""
         return type(m).forward is not nn.Sequential.forward
 
-    def create_proxy(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> Any:
+    def create_proxy(self, kind: str, target: Target, *args: Any, **kwargs: Any) -> Any:
         """Return a tuple for `x.chunk(2)`, so that `list(x.chunk(2))` works."""
         proxy: Any = super().create_proxy(kind, target, *args, **kwargs)
         pieces = proxy.node.args[1] if target in ("chunk", torch.chunk) else None
@@ -45,7 +46,7 @@ class _LayerTracer(OneThreadTracer):
 def graphs_cached() -> Iterator[None]:
     """Let `readable_graph` trace each module once. No module may change in this context.
 
-    Inside of another such context, this one has no effect.
+    A nested context has no effect.
     """
     token = _cache.set({} if (known := _cache.get()) is None else known)
     try:
@@ -55,7 +56,7 @@ def graphs_cached() -> Iterator[None]:
 
 
 def readable_graph(module: nn.Module) -> fx.Graph | Refused:
-    """Return the module's forward as a graph that the caller does not change."""
+    """Return the module's forward as a graph that the caller must not change."""
     cache = _cache.get()
     if cache is None:
         return _graph(module)
@@ -65,7 +66,7 @@ def readable_graph(module: nn.Module) -> fx.Graph | Refused:
 
 
 def editable_graph(module: nn.Module) -> fx.Graph | Refused:
-    """Return the module's forward as a graph of the caller's own, or why fx cannot trace it."""
+    """Return a copy of the graph for the caller to edit, or why fx cannot trace the forward."""
     return copy.deepcopy(readable_graph(module))
 
 
@@ -76,7 +77,7 @@ def _graph(module: nn.Module) -> fx.Graph | Refused:
     source = source_graph(type(module).forward)
     if source is not None:
         return source
-    # fx writes down functions of `math` only if told to, and tracing takes longer then.
+    # fx records functions of `math` only on request, and tracing takes longer then.
     first = _traced(module, _LayerTracer())
     return _traced(module, _LayerTracer((math,))) if isinstance(first, Refused) else first
 

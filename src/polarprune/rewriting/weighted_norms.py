@@ -117,7 +117,7 @@ def unweigh(model: nn.Module) -> None:
 
 
 def open_encoders(model: nn.Module) -> None:
-    """Keep torch's encoders from their fused kernels, which would ignore weights in norms.
+    """Turn off the fused kernels of torch's encoders, which would ignore weights in norms.
 
     A layer with hooks does not use the fused kernel. An encoder must not pack its inputs for it.
     """

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..errors import PruneError
 from ..tracing.copying import copy_model
-from ..tracing.model_state import Example, named_tensors
+from ..tracing.model_state import Args, Example, Kwargs, named_tensors
 from ..tracing.recorder import record
 from .repeatable_runs import TorchFunction
 
@@ -47,11 +47,7 @@ class StaysWide(TorchFunctionMode):
         self.wide = wide
 
     def __torch_function__(
-        self,
-        func: TorchFunction,
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
+        self, func: TorchFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         """Run one function of torch with the wide dtype in place of narrower ones."""
         if func in _CASTS and _CASTS[func] in _NARROW[self.wide]:

@@ -2,7 +2,7 @@
 
 In: functions, modules and classes of torch or of the user. Out: context managers and small
 functions that patch torch's globals (`patches`), replace the class of a module (`class_swaps`),
-attach an attribute to an object and read it (`markers`), let a method of a module refuse
-(`refused_methods`), or reach into the wrappers for several processes (`parallel`). Only this
+attach an attribute to an object and read it (`markers`), disable a method of a module
+(`refused_methods`), or reach into torch's wrappers for several processes (`parallel`). Only this
 package may do so; every patch is undone on every path, also after an exception.
 """

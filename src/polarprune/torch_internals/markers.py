@@ -34,7 +34,7 @@ def is_gate_part(thing: object) -> bool:
 
 
 def mark_weight_exposed(module: nn.Module) -> None:
-    """Note that the weight which this module computed in its forward is a parametrization now."""
+    """Note that a parametrization now computes the weight that this module's forward computed."""
     setattr(type(module), _EXPOSED, True)
 
 
@@ -55,7 +55,7 @@ def source_graph(forward: object) -> fx.Graph | None:
 
 
 def set_class_origin(family: type[nn.Module], origin: object) -> None:
-    """Attach to a class that no module defines what it was made from, so that pickle can store it.
+    """Record how a generated class was made, so that pickle can store it.
 
     Args:
         family: The class.
@@ -65,7 +65,7 @@ def set_class_origin(family: type[nn.Module], origin: object) -> None:
 
 
 def class_origin(family: type[nn.Module]) -> object | None:
-    """Return what `set_class_origin` attached to this very class, or None."""
+    """Return what `set_class_origin` attached to this class itself, not to a parent, or None."""
     return vars(family).get(_ORIGIN)
 
 
@@ -92,10 +92,10 @@ def attached_recipe(model: object) -> dict[str, object] | None:
 
 
 class StateHooks(Protocol):
-    """The hooks by which the state dict of a gated model has the state of its pruner."""
+    """The hooks that put the state of a pruner into the state dict of its gated model."""
 
     def inert(self) -> StateHooks:
-        """Return hooks for a copy that nobody needs to know of."""
+        """Return hooks for a copy of the model that the pruner does not follow."""
 
     def leave(self, module: nn.Module) -> None:
         """Remove these hooks from a module."""

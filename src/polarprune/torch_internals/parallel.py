@@ -1,8 +1,8 @@
-"""What polarprune needs of torch's wrappers for several processes and they do not offer.
+"""What torch's wrappers for several processes (DDP, FSDP2) do not offer and polarprune needs.
 
-`DistributedDataParallel` (DDP) cannot be told that parameters changed their shape, and a module
-cannot leave `fully_shard` (FSDP2) or take a parametrization after it. The functions below do that.
-Nothing of FSDP2 is imported here before the user has imported it: that takes a second.
+`DistributedDataParallel` (DDP) does not notice that parameters changed their shape, and a module
+cannot leave `fully_shard` (FSDP2) or be parametrized after it. The functions below add this. FSDP2
+takes a second to import, so this module uses it only after the user has imported it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,15 +33,16 @@ if TYPE_CHECKING:
 _FSDP = "torch.distributed.fsdp"
 _SIMPLE_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 _KEPT = ("__dict__", "__weakref__", "__doc__", "__module__")
+Hooks = TypeVar("Hooks", bound=dict[int, Callable[..., object]])
 
 
 def in_group() -> bool:
-    """Return whether this process has joined a group of processes, be it the only one there."""
+    """Return whether this process is in a process group, even as its only member."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def several_processes() -> bool:
-    """Return whether this process has joined a group with other processes."""
+    """Return whether this process is in a process group with other processes."""
     return in_group() and torch.distributed.get_world_size() > 1
 
 
@@ -79,7 +80,7 @@ def why_not_rewrapped(wrapper: DistributedDataParallel) -> str | None:
         return "it does not reduce gradients in the usual way"
     for hook, _ in wrapper._comm_hooks:
         simple = getattr(hook, "__module__", "") == _SIMPLE_HOOKS
-        if not simple or "<locals>" in getattr(hook, "__qualname__", ""):  # around another hook
+        if not simple or "<locals>" in getattr(hook, "__qualname__", ""):  # wraps another
             return "its communication hook may keep buffers of the old shapes"
     return None
 
@@ -97,8 +98,8 @@ def rewrap(wrapper: DistributedDataParallel) -> None:
     named = wrapper.module.named_parameters()
     state["_module_parameters"] = [one for name, one in named if name not in ignored]
     state["_has_rebuilt_buckets"] = False
-    state["_static_graph_delay_allreduce_enqueued"] = False  # the graph is another one
-    cast(Any, wrapper).__setstate__(state)
+    state["_static_graph_delay_allreduce_enqueued"] = False  # the graph has changed
+    wrapper.__setstate__(state)
     for hook, given in wrapper._comm_hooks:
         cast(Any, torch.distributed)._register_comm_hook(wrapper.reducer, given, hook)
 
@@ -152,21 +153,21 @@ def shard_together(modules: Sequence[nn.Module], mesh: DeviceMesh) -> None:
     contract = importlib.import_module("torch.distributed._composable.contract")
     for module in modules:
         vars(module).get(contract.REGISTRY_KEY, {}).pop("replicate", None)
-    cast(Any, fsdp()).fully_shard(list(modules), mesh=mesh, reshard_after_forward=False)
+    sys.modules[_FSDP].fully_shard(list(modules), mesh=mesh, reshard_after_forward=False)
 
 
 def has_root(module: FSDPModule) -> bool:
-    """Return whether a parent to which `fully_shard` was applied has run, which then leads it."""
-    return cast(Any, module)._get_fsdp_state()._is_root is False
+    """Return whether the module has an FSDP2 root: a parent with `fully_shard` that has run."""
+    return module._get_fsdp_state()._is_root is False
 
 
 def follow_parametrizations(model: nn.Module) -> None:
-    """Tell FSDP2 where weights are that were parametrized after `fully_shard`.
+    """Tell FSDP2 where to find weights that were parametrized after `fully_shard`.
 
-    It exchanges a parameter by module and name; `register_parametrization` moves it.
+    FSDP2 replaces a parameter by module and name, and `register_parametrization` moves it.
     """
     for module in sharded_modules(model):
-        state = cast(Any, module)._get_fsdp_state()
+        state = module._get_fsdp_state()
         one = getattr(state, "_fsdp_param_group", None)  # the only one in older versions of torch
         for group in getattr(state, "_fsdp_param_groups", [one] if one else []):
             for param in group.fsdp_params:
@@ -189,9 +190,9 @@ def _moved(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 @contextmanager
 def without_fully_shard(model: nn.Module) -> Iterator[None]:
-    """Context manager: inside, the modules are of their own classes, without FSDP2's hooks.
+    """Context manager: give the modules their own classes back, without FSDP2's hooks.
 
-    They can be copied then, which FSDP2 forbids. Parameters stay sharded.
+    Inside, they can be copied, which FSDP2 forbids. Parameters stay sharded.
     """
     before = [(module, type(module), dict(vars(module))) for module in model.modules()]
     try:
@@ -219,18 +220,18 @@ def _own_class(family: type[nn.Module]) -> type[nn.Module]:
     if family.__bases__[0] is base:
         return family.__bases__[1]
     members = {key: value for key, value in vars(family).items() if key not in _KEPT}
-    members.setdefault("__deepcopy__", _deepcopy)  # that of parametrized modules gives way to FSDP2
+    members.setdefault("__deepcopy__", _deepcopy)  # FSDP2 replaced the one of parametrized modules
     return type(family.__name__, tuple(map(_own_class, family.__bases__)), members)
 
 
-def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def _deepcopy(module: nn.Module, memo: dict[int, object]) -> nn.Module:
     new = type(module).__new__(type(module))
     memo[id(module)] = new
     vars(new).update(copy.deepcopy(vars(module), memo))
     return new
 
 
-def _unhooked(table: dict[Any, Any]) -> dict[Any, Any]:
+def _unhooked(table: Hooks) -> Hooks:
     """Return a copy of a table of hooks without those of FSDP2."""
     kept = [(key, value) for key, value in table.items() if not _is_of_fsdp(value)]
     return table if len(kept) == len(table) else type(table)(kept)

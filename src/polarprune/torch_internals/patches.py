@@ -78,8 +78,8 @@ def factories_replaced(
 ) -> Iterator[None]:
     """Replace functions of torch that create tensors, such as `torch.zeros`.
 
-    These functions do not accept proxies as sizes, and take no tensor by which torch would find a
-    tracer, so tracing has to replace them.
+    These functions do not accept proxies as sizes, and have no tensor argument that could lead
+    torch to the tracer. So tracing has to replace them.
 
     Args:
         factories: The original functions by their name in `torch`.
@@ -124,7 +124,7 @@ def _reporting(method: Callable[..., object], report: Callable[[str], None]) -> 
 def fx_wrap_ignored() -> Iterator[None]:
     """Trace through functions that the user registered with `torch.fx.wrap`.
 
-    fx would write such a function down as one call, which cannot be stored in a file.
+    fx would record such a function as one call, which cannot be stored in a file.
     """
     with _LOCK:
         wrapped: dict[object, object] = getattr(_symbolic_trace, "_wrapped_fns_to_patch", {})
@@ -215,7 +215,7 @@ class OneThreadTracer(fx.Tracer):
         args: tuple[object, ...],
         kwargs: dict[str, object],
     ) -> object:
-        """Write down the call of a module, or just run it if another thread calls it."""
+        """Record the call of a module, or just run it if another thread calls it."""
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
         return super().call_module(m, forward, args, kwargs)

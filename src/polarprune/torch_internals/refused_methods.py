@@ -1,7 +1,7 @@
-"""Every method of a user's module that polarprune lets refuse.
+"""Every method of a user's module that polarprune disables, so that calling it raises.
 
 The refusal is an attribute of one module, under the name of the method, so that other instances of
-the class are not affected. It holds nothing but its message: copies, pickles and other threads can
+the class are not affected. It holds only its message, so copies, pickles and other threads can
 share it.
 """
 
@@ -15,7 +15,7 @@ from ..errors import PruneError
 
 
 class Refusal:
-    """Stands in the place of a method, and raises when it is called."""
+    """Replaces a method, and raises when it is called."""
 
     def __init__(self, message: str) -> None:
         self.message = message
@@ -25,7 +25,7 @@ class Refusal:
 
 
 def refuse_method(module: nn.Module, name: str, message: str) -> None:
-    """Let a method of this module raise a PruneError with this message."""
+    """Make a method of this module raise a PruneError with this message."""
     vars(module)[name] = Refusal(message)
 
 

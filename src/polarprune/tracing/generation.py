@@ -1,10 +1,10 @@
-"""What a user reads of a model's output: everything but a cache, and what the cache is for.
+"""Separate a transformer's key-value cache from its output, and run one more token with it.
 
 A transformer that generates text returns the keys and values of its attention, so that the next
-call need not compute them again. Nobody reads this cache, so its channels need not stay. What is
-generated with it counts: the run on an example is followed by a call with one more token and the
-cache, and the output of this call is an output like any other. All runs that follow or compare a
-model go through `answers`; this is the only place that knows what a cache is.
+call need not compute them again. Users do not read this cache, so its channels can be removed. They
+do read what is generated with it: the run on an example is followed by a call with one more token
+and the cache, and its output counts like any other output. All runs that record or compare a model
+go through `answers`. Only this module knows what a cache is.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import PruneError
-from .model_state import Example, as_call, tensors_in
+from .model_state import Example, Kwargs, as_call, tensors_in
 
 _CACHE = "past_key_values"
 _CACHE_CLASS = ("transformers.cache_utils", "Cache")
 _DECODER_TOKENS = "decoder_input_ids"
-# Inputs of the first call that the next one must not get: it has other tokens.
+# Inputs of the first call that the next one must not get, because its tokens differ.
 _ONLY_FIRST = ("labels", "input_ids", _DECODER_TOKENS, "inputs_embeds", "decoder_inputs_embeds")
 
 
@@ -57,10 +56,11 @@ class Split:
 
 
 def split(out: object) -> Split:
-    """Tell the cache in an output from the rest.
+    """Separate the cache in an output from the rest.
 
     A cache is an object of the class of transformers, or what a dict holds as `past_key_values`
-    (tuples of tensors, before that class existed). Anything else is an output, and so are two.
+    (tuples of tensors, before that class existed). Anything else is an output, and so are two
+    caches.
     """
     items: Iterable[tuple[str, object]] = ()
     if isinstance(out, Mapping):
@@ -85,7 +85,7 @@ def answers(
     example: Example,
     *,
     generates: bool,
-    further: dict[str, Any] | None = None,
+    further: Kwargs | None = None,
     between: Callable[[object], None] = lambda cache: None,
 ) -> Answer:
     """Run the model and return the tensors of its output that a user reads.
@@ -93,13 +93,13 @@ def answers(
     Args:
         model: The model, in the mode to run.
         example: What it is called with.
-        generates: If there is a cache, leave it out and, in eval mode, run one more token with it;
-            what this returns is in the answer. Otherwise a cache is an output.
+        generates: If the model returns a cache, leave it out. In eval mode, also run one more token
+            with it and add the tensors of that output. If False, a cache is an output.
         further: What `further_call` returns, if the caller has it.
-        between: Called with the cache before that token runs.
+        between: Called with the cache before the further token runs.
 
     Raises:
-        CannotContinue: That token cannot be run.
+        CannotContinue: The further token cannot be run.
     """
     args, kwargs = as_call(example)
     if not generates:
@@ -118,7 +118,7 @@ def answers(
     return Answer(parts.read, split(more).read)
 
 
-def further_call(model: nn.Module, example: Example) -> dict[str, Any]:
+def further_call(model: nn.Module, example: Example) -> Kwargs:
     """Return the arguments of a call with one more token, apart from the cache.
 
     Empty if the example has no tokens under a name that transformers use, or holds a cache itself.
@@ -129,7 +129,7 @@ def further_call(model: nn.Module, example: Example) -> dict[str, Any]:
         return {}
 
 
-def _further_call(model: nn.Module, example: Example) -> dict[str, Any]:
+def _further_call(model: nn.Module, example: Example) -> Kwargs:
     given = _by_name(model, example)
     decoder = "decoder_" if _DECODER_TOKENS in inspect.signature(model.forward).parameters else ""
     name, tokens = _token(given, decoder)
@@ -140,12 +140,13 @@ def _further_call(model: nn.Module, example: Example) -> dict[str, Any]:
         kept |= {key: given[key] for key in ("input_ids", "inputs_embeds") if key in given}
     for key, lengthen in _LENGTHEN.items():
         key = decoder + key if key != "cache_position" else key
-        if isinstance(kept.get(key), Tensor):
-            kept[key] = lengthen(kept[key])
+        held = kept.get(key)
+        if isinstance(held, Tensor):
+            kept[key] = lengthen(held)
     return {**kept, name: tokens}
 
 
-def _by_name(model: nn.Module, example: Example) -> dict[str, Any]:
+def _by_name(model: nn.Module, example: Example) -> Kwargs:
     """Return the arguments of the call by name; empty if they have none."""
     args, kwargs = as_call(example)
     signature = inspect.signature(model.forward)
@@ -158,7 +159,7 @@ def _by_name(model: nn.Module, example: Example) -> dict[str, Any]:
     return found
 
 
-def _token(given: Mapping[str, Any], decoder: str) -> tuple[str, Tensor | None]:
+def _token(given: Mapping[str, object], decoder: str) -> tuple[str, Tensor | None]:
     """Return one more token, taken from the given ones, and the name of its argument."""
     ids, embedded = f"{decoder}input_ids", f"{decoder}inputs_embeds"
     for name, source in ((ids, ids), (embedded, embedded), (ids, "labels"), (ids, "input_ids")):
@@ -170,9 +171,9 @@ def _token(given: Mapping[str, Any], decoder: str) -> tuple[str, Tensor | None]:
 
 
 def _next_mask(mask: Tensor) -> Tensor:
-    """Return an attention mask for one more token, which attends to everything that the last did.
+    """Return an attention mask for one more token, which attends to all that the last token did.
 
-    Masks with an axis of queries keep its last row; those that are added have zeros, not ones.
+    A mask with an axis of queries keeps its last row. A mask that is added gets a zero, not a one.
     """
     added = mask.dim() > 2 and mask.is_floating_point()
     last = mask[..., -1:, :] if mask.dim() > 2 else mask
@@ -180,7 +181,7 @@ def _next_mask(mask: Tensor) -> Tensor:
     return torch.cat([last, own(last[..., :1])], -1)
 
 
-# By the end of the argument's name. All other arguments stay as they are.
+# Keyed by the end of the argument's name. All other arguments stay as they are.
 _LENGTHEN: dict[str, Callable[[Tensor], Tensor]] = {
     "attention_mask": _next_mask,
     "position_ids": lambda x: x[..., -1:] + 1,

@@ -10,21 +10,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..torch_internals.patches import fused_kernels_off
 from .schemas import written_arguments
 
-Example = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
+Example = Tensor | tuple[object, ...] | list[Any] | Mapping[str, object]
+Args = tuple[object, ...]  # of a call, by position
+Kwargs = dict[str, object]  # of a call, by keyword
 Slot = tuple[nn.Module, str]  # a module and the name of an attribute or buffer
-Held = tuple[dict[str, Any], str, Any]  # a table, a key in it, and what was there
+Held = tuple[dict[str, Any], str, object]  # a table, a key in it, and what was there
 
 
 # --- inputs and outputs ---------------------------------------------------------------------------
 
 
-def as_call(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_call(example: Example) -> tuple[Args, Kwargs]:
     """Return the positional and keyword arguments with which the model is called."""
     if isinstance(example, Mapping):
         return (), dict(example)
@@ -159,7 +162,7 @@ class _SavesWrites(TorchDispatchMode):
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.saved: list[tuple[Tensor, Tensor]] = []
-        self._waiting: dict[int, list[Tensor]] = {}  # by where their memory begins
+        self._waiting: dict[int, list[Tensor]] = {}  # key: the address of their memory
         for tensor in tensors:
             if tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter):
                 self.saved.append((tensor, tensor.detach().clone()))
@@ -167,9 +170,9 @@ class _SavesWrites(TorchDispatchMode):
                 self._waiting.setdefault(_memory(tensor), []).append(tensor)
 
     def __torch_dispatch__(
-        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+        self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
-        """Perform the operation after what it overwrites was saved."""
+        """Save what the operation overwrites, then perform it."""
         kwargs = kwargs or {}
         for position, name in written_arguments(func):
             given = args[position] if position < len(args) else kwargs.get(name)

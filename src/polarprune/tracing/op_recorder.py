@@ -1,4 +1,4 @@
-"""Write down every ATen operation that runs while the recorder is active.
+"""Record every ATen operation that runs while the recorder is active.
 
 Products are not computed where a placeholder of the right shape will do (`shape_only`). The
 recorder knows which values are real and which come from placeholders. It sets `tape.needs_values`
@@ -8,7 +8,6 @@ as soon as placeholder values reach something that depends on values.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .mac_count import macs_of
-from .model_state import named_tensors
+from .model_state import Args, Kwargs, named_tensors
 from .schemas import (
     changes_shape_in_place,
     draws_random_numbers,
@@ -67,8 +66,8 @@ class OpRecorder(TorchDispatchMode):
         self.known: dict[int, tuple[weakref.ref[Tensor], Value]] = {}
         named = self._add_named_tensors(model)
         self.tape.inputs = self.values(example)
-        # The example, the model's integers, and what is computed from these. Not its floats: the
-        # weights of a trial cut are arbitrary.
+        # The example, the model's integers, and what is computed from these. Not its floats,
+        # because the weights of a trial cut are arbitrary.
         self.real = {*self.tape.inputs, *(value for value in named if value.is_integer)}
         self.created: set[Value] = set()  # in this run; all others belong to the model or the user
         self.overwritten: list[tuple[Tensor, Tensor]] = []  # tensors, and their values before
@@ -116,7 +115,7 @@ class OpRecorder(TorchDispatchMode):
         """Return the values of all tensors in a tree."""
         return [self.value(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
-    def _replaced(self, tree: Any) -> Any:
+    def _replaced(self, tree: object) -> Any:
         """Return arguments of an operation with values in place of tensors."""
         if isinstance(tree, Tensor):
             return self.value(tree)
@@ -127,9 +126,9 @@ class OpRecorder(TorchDispatchMode):
     # --- operations ---
 
     def __torch_dispatch__(
-        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+        self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
-        """Perform the operation, or let a placeholder stand for its result, and record it."""
+        """Record the operation, and return its result or a placeholder."""
         kwargs = kwargs or {}
         for position, name in written_arguments(func):
             self._save(args[position] if position < len(args) else kwargs.get(name))
@@ -146,18 +145,14 @@ class OpRecorder(TorchDispatchMode):
             self._track_real_values(op, is_placeholder)
         return out
 
-    def _perform(
-        self, func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]
-    ) -> object:
+    def _perform(self, func: OpOverload, args: Args, kwargs: Kwargs) -> object:
         try:
             return func(*args, **kwargs)
         except Exception:  # the model's code may catch it, so it may depend on values
             self.tape.needs_values = True
             raise
 
-    def _op(
-        self, func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object], out: object
-    ) -> Op:
+    def _op(self, func: OpOverload, args: Args, kwargs: Kwargs, out: object) -> Op:
         """Return the record of an operation that was performed."""
         replaced = self._replaced(tuple(args))
         named = {key: self._replaced(item) for key, item in kwargs.items()}
@@ -210,7 +205,7 @@ class OpRecorder(TorchDispatchMode):
         self.tape.needs_values |= integers and not returns_views(op.func)
 
     def start_further(self, cached: list[Tensor]) -> list[Value]:
-        """Note that what follows is no part of the example's run, but generated with this cache."""
+        """Note that the example's run ends here; what follows is generated with this cache."""
         self.tape.example_ops, self.count_macs = len(self.tape.ops), False
         return [self.value(tensor) for tensor in cached]
 
@@ -232,7 +227,7 @@ def _value(tensor: Tensor, name: str = "") -> Value:
 
 
 def copy_of(tensor: Tensor) -> Tensor:
-    """Return a copy that no dispatch mode around this one gets to see."""
+    """Return a copy, hidden from the dispatch modes around this one."""
     with torch.utils._python_dispatch._disable_current_modes():
         return tensor.detach().clone()
 

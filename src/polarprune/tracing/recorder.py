@@ -1,7 +1,8 @@
 """Run a model once and return the tape of what it did.
 
-Whatever runs in eager mode is recorded, Python control flow included. Products are not computed
-(`shape_only`) unless something depends on values; then the run is repeated with all of them.
+Everything that runs in eager mode is recorded, including what Python control flow selects. Products
+are not computed (`shape_only`) unless something depends on values; then the run is repeated with
+all values.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from .tape import Tape, Value
 from .watched_sizes import plain, watch_attributes
 
 Mark = Callable[[str, object], None]  # the name of a node in a captured graph, and its result
-Forward = Callable[..., Any]
+Forward = Callable[..., object]
 MakeForward = Callable[[nn.Module, Mark], Forward]
 TRACING_SEED = 0x5EED_0F_A_7ACE  # unlikely to be chosen by the model's own code
 
@@ -46,8 +46,8 @@ def record(
         training: run in train mode, else in eval mode.
         forwards: functions that make a forward for the modules with these paths. It replaces
             theirs during the run, and may mark values by name.
-        generates: a cache that the model returns is no output; in eval mode, the run goes on by one
-            token with it.
+        generates: a cache that the model returns is not an output; in eval mode, the run continues
+            with one more token.
 
     Returns:
         The tape. Values are computed only if something other than values depends on them.
@@ -157,7 +157,7 @@ def _run(
 
 
 def _check_reads_cache(tape: Tape, cached: Iterable[Value]) -> None:
-    """Raise if a further token does not read all of the cache: then it may be meant for others."""
+    """Raise if a further token does not read all of the cache: then users may read the rest."""
     read = {value.root for op in tape.further_ops for value in op.inputs()}
     if not read.issuperset(value.root for value in cached if not value.is_integer):
         raise CannotContinue("a further token does not read all tensors of the cache")

@@ -1,7 +1,7 @@
 """The tape: every ATen operation of one run, in order.
 
 A tape holds facts only: operations, shapes, and the module and source line of each operation. What
-an operation means for channels is the business of `channels`. `recorder` writes the tape.
+an operation means for channels is decided in `channels`. `recorder` writes the tape.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from .rebuild import (
     ungated,
 )
 
-_FIRST = 0.2  # of the MACs: compact="auto" waits until so much was closed since the last time
+_FIRST = 0.125  # of the MACs: compact="auto" waits until so much was closed since the last time
 _LAST = 0.05  # the same once the budget is met, as nothing more will close
 _WORTHWHILE = 0.02  # of all steps: by so much the remaining training must become shorter
 _TOLERANCE = 1e-4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..channels.propagation import Flow, Rule
     from ..tracing.tape import Op
 
-_MOST_STEPS = 2**53  # a float counts no further
+_MOST_STEPS = 2**53  # floats hold every integer up to here
 
 
 def check_settings(
@@ -116,7 +116,7 @@ def keep_patterns(keep: object) -> tuple[str, ...]:
     return found
 
 
-def checked_rules(rules: object) -> dict[Any, Rule]:
+def checked_rules(rules: object) -> dict[object, Rule]:
     """Return the user's rules; an error that a rule raises names the rule."""
     if rules is None:
         return {}
@@ -124,10 +124,10 @@ def checked_rules(rules: object) -> dict[Any, Rule]:
         raise PruneError(f"rules={rules!r}: give a dict, as rules={{torch.ops.my.swish: rule}}.")
     for operation, rule in rules.items():
         if not isinstance(operation, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-            raise PruneError(f"rules: {operation!r} is no operation; give torch.ops.my.swish.")
+            raise PruneError(f"rules: {operation!r} is not an operation; give torch.ops.my.swish.")
         if not callable(rule):
             raise PruneError(
-                f"rules: {rule!r} is no rule for {operation}; give a function of (flow, op), as "
+                f"rules: {rule!r} is not a rule for {operation}; give a function of (flow, op), as "
                 f"docs/rules.md says."
             )
     return {operation: _guarded(rule) for operation, rule in rules.items()}
@@ -149,7 +149,7 @@ def _guarded(rule: Rule) -> Rule:
 
 
 def check_keywords(where: str, positional: Iterable[object]) -> None:
-    """Refuse positional arguments of a method that has none."""
+    """Refuse positional arguments of a method that accepts only keywords."""
     for one in positional:
         raise PruneError(
             f"{where}: got {type(one).__name__} as a positional argument. Give arguments by name: "

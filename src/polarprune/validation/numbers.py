@@ -1,14 +1,14 @@
-"""Tests of plain numbers that users pass."""
+"""Check plain numbers that users pass."""
 
 from __future__ import annotations
 
 import math
 from numbers import Integral, Real
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 
-def is_number(value: Any) -> TypeGuard[float]:
-    """Return True for a finite real number; a bool is none."""
+def is_number(value: object) -> TypeGuard[float]:
+    """Return True for a finite real number that is not a bool."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return False
     try:
@@ -18,5 +18,5 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Return True for an integer from 1 on."""
+    """Return True for an integer of at least 1."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1

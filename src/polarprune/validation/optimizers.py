@@ -1,4 +1,4 @@
-"""Check optimizers, gates and copies of the model that users pass to a pruner."""
+"""Check and unwrap optimizers; check gates and copies of the model that users pass to a pruner."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _REMEDY = "build the optimizer with pruner.param_groups(lr=..., weight_decay=...
 
 
 def raw_optimizers(given: Iterable[object], where: str = "attach") -> list[Optimizer]:
-    """Return optimizers of torch, taken out of wrappers that hold one as `.optimizer`.
+    """Return torch optimizers; a wrapper that holds one as `.optimizer` is unwrapped.
 
-    A wrapper may be an `Optimizer` by name only, as accelerate's is, which has no hooks. The hooks
-    of the raw optimizer follow the steps that are really taken.
+    A wrapper may subclass `Optimizer` without supporting hooks, as accelerate's does. The hooks of
+    the raw optimizer run for the steps that are actually taken.
     """
     found = []
     for one in given:
@@ -36,14 +36,17 @@ def raw_optimizers(given: Iterable[object], where: str = "attach") -> list[Optim
 
 
 def _has_hooks(optimizer: object) -> bool:
-    """Return whether hooks of steps can be registered."""
+    """Return whether step hooks can be registered."""
     return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
 def check_gates(
-    gates: Mapping[str, nn.Parameter], own: Iterable[Tensor], optimizer: Optimizer
+    gates: Mapping[str, nn.Parameter],
+    own: Iterable[Tensor],
+    optimizer: Optimizer,
+    others: Iterable[Optimizer],
 ) -> None:
-    """Require that the optimizer holds the pruner's gates, without weight decay."""
+    """Require that this optimizer alone holds the pruner's gates, without weight decay."""
     if any(alpha is not mine for alpha, mine in zip(gates.values(), own, strict=True)):
         raise PruneError(
             "attach: the gates are other tensors than the pruner installed. Load weights before "
@@ -54,11 +57,25 @@ def check_gates(
             "attach: the gates are in half precision, which is too coarse for their steps. Convert "
             "the model before the Pruner is built; its gates then stay in float32."
         )
-    _check_groups({id(alpha): name for name, alpha in gates.items()}, optimizer)
+    names = {id(alpha): name for name, alpha in gates.items()}
+    _check_groups(names, optimizer)
+    for other in others:
+        held = _held(names, other)
+        if held:
+            raise PruneError(
+                f"attach: two optimizers hold gates (for one, of {names[min(held)]}). Parameters "
+                f"of a gated layer include its gates: leave them out of all but the first "
+                f"optimizer, or take the parameters of the other ones before the Pruner is built."
+            )
+
+
+def _held(names: Mapping[int, str], optimizer: Optimizer) -> set[int]:
+    """Return the ids of the gates that an optimizer holds."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"]} & set(names)
 
 
 def _check_groups(names: Mapping[int, str], optimizer: Optimizer) -> None:
-    """Look for the gates, whose names are given by id, in the optimizer's parameter groups."""
+    """Check the parameter groups that hold the gates; `names` maps the id of a gate to its name."""
     found, mixed = set[int](), False
     for group in optimizer.param_groups:
         held = {id(p) for p in group["params"]} & set(names)
@@ -86,7 +103,7 @@ def check_rates(lr: object, weight_decay: object, others: Iterable[str]) -> None
             continue
         number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         if not is_number(number) or number < 0:
-            raise PruneError(f"param_groups: {name}={value!r}; give a finite number from 0 on.")
+            raise PruneError(f"param_groups: {name}={value!r}; give a finite number of at least 0.")
     if "params" in others:
         raise PruneError(
             "param_groups: params=... is not accepted, because all parameters of the model are "

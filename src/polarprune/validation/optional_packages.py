@@ -1,4 +1,4 @@
-"""Imports packages that only some features need, when such a feature is first used."""
+"""Import packages that only some features need, when such a feature is first used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check the model and the gates of a run, before it is looked at, compacted or exported."""
+"""Check the model and the gates of a run, before it is inspected, compacted or exported."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..errors import PruneError
 if TYPE_CHECKING:
     from ..channels.graph import Graph
 
-_LATE = 0.9  # of the steps: an export before that is early
+_LATE = 0.9  # an export before this fraction of the steps is early
 _REMEDY = (
     "Continue training. Is pruner.attach(optimizer) called, and is steps the number of optimizer "
-    "steps that are really taken?"
+    "steps that are actually taken?"
 )
 
 
@@ -118,13 +118,13 @@ def warn_of_early_export(step: int, steps: int) -> None:
         warnings.warn(
             f"export: {step} of {steps} steps were taken. The budget is met, but the weights have "
             f"not adapted to the widths yet. Continue training; if this is the end, set steps to "
-            f"the number of optimizer steps that are really taken.",
+            f"the number of optimizer steps that are actually taken.",
             stacklevel=3,
         )
 
 
 def warn_of_more_steps(steps: int) -> None:
-    """Warn of the first step after those that were announced."""
+    """Warn at the first step after the announced number of steps."""
     warnings.warn(
         f"steps: {steps} steps were announced and all are done; gates stay as they are from now "
         f"on, and steps are not counted. Set steps = epochs * len(loader) (optimizer steps, not "

@@ -574,7 +574,7 @@ def test_forward_of_the_instance_is_not_written_down() -> None:
     module = Written()
     module.forward = lambda x: x  # type: ignore[method-assign]
     refused = capture.capture(module, (torch.randn(3, 4),), {})
-    assert refused == Refused("its forward was replaced by a function that is no method of it")
+    assert refused == Refused("its forward was replaced by a function that is not a method of it")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def _other_channels(flow: Flow, op: Op, in_blocks: Tensor | None) -> tuple[list[
     found, crossed = [], in_blocks is not None
     for layer in (layer for layer in flow.layers(op.args[0]) if layer is not in_blocks):
         others = tuple(axis for axis in support(layer) if axis != 1)
-        if others and all(_is_separate(op, axis) for axis in others):  # else entire heads go
+        if others and all(_is_separate(op, axis) for axis in others):  # else remove entire heads
             found.append(flow.labels.flatten_onto(layer, others))
             crossed |= 1 in support(layer)
         elif 1 not in support(layer):
@@ -113,7 +113,7 @@ def _grouped_convolution(flow: Flow, op: Op, incoming: Tensor | None) -> Tensor 
 def _grouped_input(
     flow: Flow, op: Op, first: Tensor | None, second: Tensor | None
 ) -> Tensor | None:
-    """Freeze groups that read the model's input. Of their outputs, channel k of each is joined."""
+    """Freeze groups that read the model's input. Join channel k of the outputs of all groups."""
     transposed, groups = op.args[6], op.args[8]
     inner, made = (first, second) if transposed else (second, first)
     if inner is not None:
@@ -241,7 +241,7 @@ def _has_heads(flow: Flow, value: Value) -> bool:
 
 
 def _is_choice(flow: Flow, source: Value, weight: Value, inner: Tensor | None) -> bool:
-    """Return True if a weight can read the columns, or else pass the rows, of a matrix."""
+    """Return True if either columns or rows of a matrix can be removed where a weight reads it."""
     one = inner is not None and flow.is_weight(weight) and len(flow.layers(source)) == 1
     return one and _has_heads(flow, source)
 
