@@ -39,7 +39,8 @@ def conditions(runs: list[StoredRun]) -> list[str]:
     lines = [
         f"[results](../results) contains the {len(runs)} runs of the tables, and further runs for "
         "the figures. If you repeat a run with the same seed, its numbers differ a little: a GPU "
-        "adds in a varying order, and a stage draws other random numbers since some of these runs.",
+        "adds in a varying order, and since some of these runs, the stages draw other random "
+        "numbers.",
     ]
     for kind in grouped(runs, lambda run: [run.card["machine"], run.card["versions"]]):
         versions = ", ".join(f"{name} {v}" for name, v in kind[0].card["versions"].items())
