@@ -54,13 +54,16 @@ class StaysWide(TorchFunctionMode):
             return cast(Tensor, args[0]).to(self.wide)
         if func in _READS_BYTES:
             return func(*args, **(kwargs or {}))
-        named = {key: self._widened(value) for key, value in (kwargs or {}).items()}
-        return func(*map(self._widened, args), **named)
+        args = tuple([self._widened(value) for value in args])
+        if kwargs is None:
+            return func(*args)
+        return func(*args, **{key: self._widened(value) for key, value in kwargs.items()})
 
     def _widened(self, argument: object) -> object:
         """Return the wide dtype for a narrower one, and any other argument as it is."""
-        is_narrow = isinstance(argument, torch.dtype) and argument in _NARROW[self.wide]
-        return self.wide if is_narrow else argument
+        if type(argument) is torch.dtype and argument in _NARROW[self.wide]:
+            return self.wide
+        return argument
 
 
 class StaysDouble(StaysWide):
