@@ -56,8 +56,9 @@ def conditions(runs: list[StoredRun]) -> list[str]:
         "paper's value in brackets. The paper gives the epochs while pruning, ε, the learning rate "
         "of the gates, crops and flips. Where it gives none (learning rate, batch size, weight "
         "decay, epochs of the baseline), the value in brackets is the usual one. In addition, a "
-        "budget decides which gates close instead of λ, ε decays at every step, and matrix "
-        "products are in bfloat16.",
+        "budget decides which gates close instead of λ (in runs of the earlier version, λ was "
+        "steered, and 0 once the budget was met), ε decays at every step, and matrix products are "
+        "in bfloat16.",
         "",
     ]
     return lines + _settings(runs)
