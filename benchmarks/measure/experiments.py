@@ -24,7 +24,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -209,6 +209,20 @@ def as_published(decay: float, every: int) -> tuple[str, ...]:
         for key, value in wanted.items()
         if value != getattr(Schedule(), key)
     )
+
+
+def of_norms(name: str, make: Callable[..., Experiment]) -> dict[str, Experiment]:
+    """Return ablations with either norm, a λ for it, and several starts of α."""
+    return {
+        f"{name}-{norm}-lam{lam}-alpha{alpha}": make(
+            f"schedule.relaxed={json.dumps(norm == 'l1')}",
+            f"schedule.alpha_start={alpha}",
+            f"schedule.eps_start={0.1 * alpha**2}",
+            lam=lam,
+        )
+        for norm, lam in NORMS
+        for alpha in ALPHAS
+    }
 
 
 def compared(method: str, *change: str) -> Experiment:
@@ -400,16 +414,7 @@ EXPERIMENTS = {
         )
         for eps in STARTS
     },
-    **{
-        f"ablation-{norm}-lam{lam}-alpha{alpha}": short(
-            f"schedule.relaxed={json.dumps(norm == 'l1')}",
-            f"schedule.alpha_start={alpha}",
-            f"schedule.eps_start={0.1 * alpha**2}",
-            lam=lam,
-        )
-        for norm, lam in NORMS
-        for alpha in ALPHAS
-    },
+    **of_norms("ablation", short),
     **{  # the steering of short runs, from the baselines of the table
         f"steering-{network}-{100 * macs:.0f}": Experiment(
             network, macs, after=after, change=(f"epochs={SHORT}", "scored=1")
@@ -434,16 +439,7 @@ EXPERIMENTS = {
     **{f"plain-lam{lam}": plain(lam=lam, tune=TUNED_SHORT) for lam in LAMBDAS},
     **{f"plain-decay{decay:.2f}": plain(decay=decay) for decay in DECAYS},
     **{f"plain-eps{eps}": plain(f"schedule.eps_start={eps}") for eps in STARTS},
-    **{
-        f"plain-{norm}-lam{lam}-alpha{alpha}": plain(
-            f"schedule.relaxed={json.dumps(norm == 'l1')}",
-            f"schedule.alpha_start={alpha}",
-            f"schedule.eps_start={0.1 * alpha**2}",
-            lam=lam,
-        )
-        for norm, lam in NORMS
-        for alpha in ALPHAS
-    },
+    **of_norms("plain", plain),
     # the paper's full training: a baseline, short runs that find λ, plain mode, and a budget
     **{f"paper-{network}": Experiment(f"{network}-plain") for network in NETWORKS},
     **{

@@ -49,6 +49,7 @@ from polarprune.experiments.runs.trainer import Trainer
 from polarprune.experiments.settings import Settings
 from polarprune.surgery.proof import count_macs
 from tests.helpers.cifar import TINY, Tiny, images, runner, written
+from tests.helpers.command_line import train_tiny
 
 pytestmark = pytest.mark.usefixtures("tiny")
 
@@ -673,27 +674,7 @@ def test_eval_wants_the_data_of_the_network(tmp_path: Path) -> None:
 def test_train_and_eval_on_the_command_line(tmp_path: Path) -> None:
     written(tmp_path, "bin")
     data, out = f"cifar10:{tmp_path}", tmp_path / "out"
-    done = runner.invoke(
-        app,
-        [
-            "train",
-            "tiny",
-            "--data",
-            data,
-            "--macs",
-            "0.5",
-            "--out",
-            str(out),
-            "--device",
-            "cpu",
-            "--set",
-            "epochs=3",
-            "--set",
-            "batch=10",
-            "--seed",
-            "3",
-        ],
-    )
+    done = train_tiny(data, out, "--macs=0.5", "--set=epochs=3", "--set=batch=10", "--seed=3")
     assert done.exit_code == 0, done.output
     assert "after removal" in done.output and "of the MACs" in done.output
     scored = runner.invoke(app, ["eval", str(out / "small.safetensors"), "--data", data])
