@@ -6,9 +6,9 @@ therefore runs before the network's forward:
 
 - In a small network on an accelerator it computes all gated weights at once, and the layers take
   the finished weights.
-- In a network with more than `LIMIT` elements, this would need too much memory; on a CPU, it would
-  cost more time than it saves. There it computes all gates at once, and on a CPU the small weights,
-  too. Each layer computes its other weights itself.
+- In a network whose weights have more than `LIMIT` elements, this would need too much memory; on a
+  CPU, it would cost more time than it saves. There it computes all gates at once, and on a CPU the
+  small weights, too. Each layer computes its other weights itself.
 
 The values are the same as those that each layer computes by itself. Each layer does that where
 fusing is impossible: in compiled code, for example.

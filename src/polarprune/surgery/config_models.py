@@ -55,8 +55,8 @@ def with_weights_of(model: nn.Module, config: Config) -> nn.Module:
 def convert_constants(model: nn.Module, like: nn.Module) -> None:
     """Convert the buffers of a model to the devices and dtypes of those of another one, in place.
 
-    `like.to(torch.bfloat16)` converts them too, but a model that is built again has the original
-    ones.
+    `like.to(torch.bfloat16)` converts them, but a model that is built again has the original
+    dtypes.
     """
     twins = dict(like.named_buffers())
     for path, module in model.named_modules():

@@ -18,7 +18,7 @@ from .state_bytes import State, decode, encode
 
 
 class Run(Protocol):
-    """What the hooks need of a pruning run."""
+    """The part of a pruning run that the hooks use."""
 
     def current_state(self) -> State:
         """Return the state to store."""

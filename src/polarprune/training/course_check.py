@@ -10,7 +10,7 @@ from ..channels.graph import Graph
 from ..cost.budget import Budget
 from .schedule import Schedule
 
-_LAG = 0.1  # share of the way to the budget by which a reported run is behind its path
+_LAG = 0.1  # warn of a run that is behind its path by this share of the way to the budget
 _BLOCKS = 4  # this many of the costliest channels or blocks may be missing without a report
 _PATIENCE = 3  # checks in a row
 _OVER = 0.02  # of the highest learning rate: schedulers go below that at the end of a training
