@@ -358,7 +358,7 @@ TOLD: dict[str, tuple[Callable[[World], dict[str, Any]], str]] = {
         r"keep: no module with parameters matches '\['. Names are as in",
     ),
     "rules, a number": (lambda w: {"rules": 3}, "rules=3: give a dict, such as rules="),
-    "rules, a list": (lambda w: {"rules": [failing]}, r"rules=\[<function.*: give a dict, as"),
+    "rules, a list": (lambda w: {"rules": [failing]}, r"rules=\[<function.*: give a dict, such as"),
     "rules, a name": (lambda w: {"rules": {"relu": failing}}, "rules: 'relu' is not an operation"),
     "rules, no function": (
         lambda w: {"rules": {torch.ops.aten.relu: 3}},
