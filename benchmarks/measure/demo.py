@@ -56,11 +56,11 @@ def table(result: dict) -> str:
     gain = [run["latency_ms"]["before"] / run["latency_ms"]["after"] for run in runs]
     lines += [
         "",
-        f"Budget {result['budget']:.0%} of the MACs. Predictions before and after removal are the "
-        f"same on all {runs[0]['test_images']} test images in {same} of {len(runs)} runs; largest "
-        f"relative difference of outputs {worst:.1e}; a batch of {runs[0]['latency_ms']['batch']} "
-        f"runs {spread(gain, '.2f')} times as fast. Mean ± standard deviation of {len(runs)} runs, "
-        f"{result['machine']}, torch {result['versions']['torch']}, by "
+        f"The budget is {result['budget']:.0%} of the MACs. Removal changes no prediction on the "
+        f"{runs[0]['test_images']} test images in {same} of {len(runs)} runs; outputs differ by at "
+        f"most {worst:.1e} (relative). A batch of {runs[0]['latency_ms']['batch']} runs "
+        f"{spread(gain, '.2f')} times as fast. Mean ± standard deviation of {len(runs)} runs on "
+        f"{result['machine']}, torch {result['versions']['torch']}, measured by "
         f"[benchmarks/measure/demo.py](benchmarks/measure/demo.py).",
     ]
     return "\n".join(lines)

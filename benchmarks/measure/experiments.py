@@ -417,6 +417,12 @@ EXPERIMENTS = {
         for network, after in STEERED
         for macs in (0.7, 0.1)
     },
+    **{  # the same training without pruning: `magnitude` only cuts at the end
+        f"steering-{network}-unpruned": Experiment(
+            network, 0.7, method="magnitude", after=after, change=(f"epochs={SHORT}", "scored=1")
+        )
+        for network, after in STEERED
+    },
     # the same in the paper's plain mode
     "plain-reference": plain(tune=TUNED_SHORT),
     **{f"plain-again{seed}": plain(seed=seed) for seed in (1, 2)},

@@ -3,6 +3,8 @@
 import sys
 from typing import Any
 
+import numpy as np
+
 
 def import_torchvision() -> Any:
     """Return torchvision; if its compiled part cannot be loaded, plain operators replace it."""
@@ -34,12 +36,12 @@ def plain_nms(dets: Any, scores: Any, iou_threshold: float) -> Any:
     from torchvision.ops import box_iou
 
     order = scores.argsort(descending=True, stable=True)
-    close = box_iou(dets[order], dets[order]) > iou_threshold
-    gone = torch.zeros(len(order), dtype=torch.bool)
+    close = (box_iou(dets[order], dets[order]) > iou_threshold).numpy()  # faster to index
+    gone = np.zeros(len(order), dtype=bool)
     for place in range(len(order)):
         if not gone[place]:
             gone[place + 1 :] |= close[place, place + 1 :]
-    return order[~gone]
+    return order[torch.from_numpy(~gone)]
 
 
 def plain_roi_align(

@@ -1,6 +1,6 @@
-"""Claim: with `macs=` the MACs follow their path within 2 points throughout, the landing closes at
-most 0.5 points of them, and the recalibrated test loss never rises by more than a fifth from one
-epoch to the next.
+"""Claim: with `macs=` the MACs stay within 2 points of their path, the landing closes at most 0.5
+points of them, and the recalibrated test loss never rises by more than a fifth from one epoch to
+the next.
 
 Trains and prunes each combination of a network, a number of epochs and a budget as `polarprune
 train` does, from a baseline that is trained first. Measures the MACs and their path at every step

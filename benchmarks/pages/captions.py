@@ -75,10 +75,10 @@ def algorithm1() -> str:
     ends = {f"{values[-1]:.4f}" for values in found}
     first = " and ".join(f"{values[1]:.4f}" for values in found)
     return (
-        f"The paper's example of Algorithm 1. From both initial points, the value no longer "
-        f"changes after {still} sweeps: {first} after the first sweep, "
-        f"{' and '.join(sorted(ends))} at the end. {verdict(len(ends) == 1 and still <= 2)} It is "
-        f"not the global minimum: x = 0 would give 0.025."
+        f"The paper's example of Algorithm 1, from two initial points. The objective no longer "
+        f"changes after {still} sweeps: it is {first} after the first sweep, and "
+        f"{' and '.join(sorted(ends))} at the end. {verdict(len(ends) == 1 and still <= 2)} This "
+        f"is not the global minimum: x = 0 would give 0.025."
     )
 
 
@@ -97,12 +97,12 @@ def histograms() -> str:
     at = max(deadline(rows) - 1, 0)
     first, before, last = (between(rows[k]["histogram"]) for k in (0, at, -1))
     return (
-        f"Gates of ResNet-56 at 46.65 % of the MACs over the epochs. Gates between 0.05 and 0.95: "
-        f"{first:.1%} after the first epoch, {before:.1%} after epoch {rows[at]['epoch']}, the "
-        f"last one before the budget was met, and {last:.1%} at the end. The value at the end is "
-        f"not a finding: |α| of an open gate has a lower limit, and with the final ε every gate "
-        f"above this limit exceeds 0.95. Only the gates outside of this range before the budget is "
-        f"met were polarized by the loss itself. {closing(RUN)}"
+        f"The gates of ResNet-56 at 46.65 % of the MACs, epoch by epoch. The share of gates "
+        f"between 0.05 and 0.95 is {first:.1%} after the first epoch, {before:.1%} after epoch "
+        f"{rows[at]['epoch']}, the last one before the budget was met, and {last:.1%} at the end. "
+        f"The value at the end is not a finding: |α| of an open gate has a lower limit, and with "
+        f"the final ε every gate above this limit exceeds 0.95. Only the value before the budget "
+        f"was met says something about polarization. {closing(RUN)}"
     )
 
 
@@ -112,16 +112,16 @@ def lasso() -> str:
     empty = sum(count == 0 for count in norms[1:-1])
     lost = [score(run, "before removal") - score(run, "after removal") for run in (name, RUN)]
     return (
-        f"With group lasso, the norms spread over the whole range: {between(norms):.1%} of the "
-        f"channels lie between the lowest and the highest twentieth, and {empty} of the 18 bins "
-        f"there are empty. So a threshold has to be chosen. GDP's gates are 0 or above 0.95 at the "
-        f"end by construction. Removal costs {lost[0]:.2f} points with group lasso and "
-        f"{lost[1]:.2f} with GDP. {verdict(lost[0] > lost[1])}"
+        f"With group lasso, the norms of the channels spread over their whole range: "
+        f"{between(norms):.1%} lie between the lowest and the highest twentieth, and only {empty} "
+        f"of the 18 bins there are empty. So somebody has to choose a threshold. GDP's gates need "
+        f"none: they end at 0 or above 0.95 by construction. Removal costs {lost[0]:.2f} points of "
+        f"accuracy with group lasso and {lost[1]:.2f} with GDP. {verdict(lost[0] > lost[1])}"
     )
 
 
 class Course(NamedTuple):
-    """What a run did in the epoch of its deadline."""
+    """What a run did in the epoch in which its budget had to be met."""
 
     macs: float  # share that was removed in this epoch
     usual: float  # the largest share that was removed in any earlier epoch
@@ -131,7 +131,7 @@ class Course(NamedTuple):
 
 
 def course(name: str) -> Course:
-    """Compare MACs and training loss at the deadline with the epochs before it.
+    """Compare MACs and training loss in the epoch of the budget step with the epochs before it.
 
     Epochs of the warm-up are left out, because the loss jumps with the learning rate there.
     """
@@ -150,29 +150,36 @@ def course(name: str) -> Course:
 
 def stability() -> str:
     found = {name: course(name) for name in headline()}
-    parts = []
-    for name, one in found.items():
-        scored = "" if one.score is None else f", test accuracy {100 * one.score:.1f} %"
-        parts.append(
-            f"{name}: {one.macs:.1%} of the MACs removed (at most {one.usual:.1%} in earlier "
-            f"epochs), training loss × {one.rise:.2f}{scored}"
-        )
     stable = sum(one.stable for one in found.values())
-    return (
-        f"The runs of the table in the epoch of their deadline. {'; '.join(parts)}. In {stable} of "
-        f"{len(found)} runs, both changes are within two standard deviations of those in earlier "
-        f"epochs, so the training is {'stable' if stable == len(found) else 'not stable'}. "
+    text = (
+        f"What happens in the epoch in which the budget has to be met, for each run of "
+        f"[the paper's table](#the-papers-table). In {stable} of {len(found)} runs, the MACs that "
+        f"close and the rise of the training loss are within two standard deviations of those in "
+        f"earlier epochs, so the training is {'stable' if stable == len(found) else 'not stable'}. "
         f"{verdict(stable == len(found))} {closing(*found)}"
     )
+    lines = [
+        "| run | MACs closed in this epoch | most in an earlier epoch | ratio of training losses | "
+        "test accuracy |",
+        "|---|---|---|---|---|",
+        *(course_row(name, one) for name, one in found.items()),
+    ]
+    return text + "\n\n" + "\n".join(lines)
+
+
+def course_row(name: str, one: Course) -> str:
+    """Return the line of a table about the epoch in which the budget of a run had to be met."""
+    scored = "–" if one.score is None else f"{100 * one.score:.1f} %"
+    return f"| {name} | {one.macs:.1%} | {one.usual:.1%} | {one.rise:.2f} | {scored} |"
 
 
 def closing(*names: str) -> str:
     """Return how the gates of stored runs closed, which changed between versions."""
     old = [is_earlier(name) for name in names]
     if not any(old):
-        return "Gates closed along the planned path, as in the current version."
+        return "The gates closed along the planned path, as in the current version."
     which = "This run is" if len(names) == 1 else f"{sum(old)} of {len(old)} runs are"
-    return f"{which} of an earlier version, which closed all missing channels at the deadline."
+    return f"{which} of an earlier version, which closed the remaining channels in one step."
 
 
 def is_same_correlation(found: float, runs: int) -> bool:
@@ -187,17 +194,18 @@ def consistency() -> str:
     first, last = (sorted(names, key=lambda name, at=at: score(name, at)) for at in ENDS)  # type: ignore[misc]
     near = min(names, key=lambda name: abs(ratio(name) - ratio(REFERENCE)))
     return (
-        f"{len(names)} values of λ, which leave {min(shares):.0f} to {max(shares):.0f} % of the "
-        f"MACs. The accuracy of the super-net before removal and that of the sub-net after "
-        f"fine-tuning have a correlation of {found:.3f} (paper: "
-        f"{PAPER['imagenet']['correlation']}) and rank the networks in "
+        f"{len(names)} values of λ leave {min(shares):.0f} to {max(shares):.0f} % of the MACs. The "
+        f"accuracy before removal (the paper's super-net) and the accuracy after removal and "
+        f"fine-tuning (its sub-net) have a correlation of {found:.3f} (paper: "
+        f"{PAPER['imagenet']['correlation']}), and rank the networks in "
         f"{'the same order' if first == last else 'different orders'}. "
-        f"{verdict(is_same_correlation(found, len(names)))} The comparison allows two standard "
-        f"deviations of Fisher's z. With a fixed λ, gates close until the end of these short runs, "
-        f"and the weights cannot adapt: the network with {ratio(near):.1f} % of the MACs has an "
-        f"accuracy of {score(near, ENDS[0]):.2f} % before and {score(near, ENDS[1]):.2f} % after "
-        f"fine-tuning. A run with a budget of {ratio(REFERENCE):.1f} %, which is met after half of "
-        f"the epochs, has {score(REFERENCE, 'after removal'):.2f} % without fine-tuning."
+        f"{verdict(is_same_correlation(found, len(names)))} Correlations count as equal if they "
+        f"differ by at most two standard deviations of Fisher's z. With a fixed λ, gates close "
+        f"until the end of these short runs, so the weights have no time to adapt: the network "
+        f"with {ratio(near):.1f} % of the MACs has an accuracy of {score(near, ENDS[0]):.2f} % "
+        f"before and {score(near, ENDS[1]):.2f} % after fine-tuning. A run with a budget of "
+        f"{ratio(REFERENCE):.1f} %, which is met after half of the epochs, reaches "
+        f"{score(REFERENCE, 'after removal'):.2f} % without fine-tuning."
     )
 
 
@@ -209,11 +217,12 @@ def epsilon() -> str:
     robust = max(gap for *_, gap in parts) <= smallest_difference(seed_scores())
     finding = "within" if robust else "more than"
     return (
-        f"The decay and the initial value of ε, which ends at the same value as after the paper's "
-        f"140 epochs. Accuracies differ by {gaps}, at the same MACs and with one run each. "
-        f"{seed_noise()} The differences are {finding} what seeds explain, so the result is "
-        f"{'robust' if robust else 'not robust'}. {verdict(robust)} The runs are "
-        f"{mode(f'ablation-decay{DECAY:.2f}')}; the paper's have a fixed λ."
+        f"Accuracy for different decays and initial values of ε, at the same MACs, with one run "
+        f"each. In these short runs, ε ends where the same decay ends after the paper's 140 "
+        f"epochs. The largest difference is {gaps}. {seed_noise()} The differences are {finding} "
+        f"what seeds explain, so the result is {'robust' if robust else 'not robust'}. "
+        f"{verdict(robust)} The runs are {mode(f'ablation-decay{DECAY:.2f}')}; the paper's have a "
+        f"fixed λ."
     )
 
 
@@ -226,12 +235,13 @@ def variants() -> str:
     tried = [name.removeprefix("ablation-naive-sl0-") for name in ablations("naive-sl0-", 1)]
     gap = found["sweeps3"] - found["reference"]
     return (
-        f"Short runs at 46.65 % of the MACs, one each. {scores}. Naive SL0 has the best λ of "
-        f"{', '.join(tried)}. GDP from scratch trains for {SHORT} epochs in total; the others "
-        f"start from a trained network. The paper found the last three worse than GDP; here "
-        f"{len(worse)} of them are worse by more than seeds explain. The runs are "
-        f"{mode(REFERENCE)} or are cut to it at the end; the paper's have a fixed λ. N = 3 changes "
-        f"the accuracy by {gap:+.2f} points; the paper found N = 1 sufficient. {seed_noise()}"
+        f"Accuracy in percent of short runs at 46.65 % of the MACs, one each. {scores}. For naive "
+        f"SL0, this is the best of λ = {', '.join(tried)}. GDP from scratch trains for {SHORT} "
+        f"epochs in total; the other runs start from a trained network. The paper found the last "
+        f"three worse than GDP; here {len(worse)} of them are worse by more than seeds explain. "
+        f"N = 3 changes the accuracy by {gap:+.2f} points; the paper found N = 1 sufficient. "
+        f"{seed_noise()} The runs are {mode(REFERENCE)}, or are cut to it at the end; the paper's "
+        f"have a fixed λ."
     )
 
 
@@ -250,7 +260,7 @@ def norm() -> str:
         else "Beyond that, neither result depends on the initial α. In the paper, that of ℓ0 does."
     )
     return (
-        f"Remaining MACs for an initial α of {', '.join(f'{a:g}' for a in sorted(ALPHAS))}: "
+        f"MACs that are left when α starts at {', '.join(f'{a:g}' for a in sorted(ALPHAS))}: "
         f"{'; '.join(parts)}. The runs are {mode(twins[1])}. Two runs with ℓ1 and equal settings "
         f"ended {apart:.0f} points apart. {finding}"
     )
@@ -277,18 +287,18 @@ def accuracy() -> str:
             higher += mine > row["accuracy"]
             kept += mine - base > row["accuracy"] - row["baseline"]
     return (
-        f"Accuracy over the remaining FLOPs on CIFAR-10, ours and the paper's. Of the paper's "
+        f"Accuracy against the FLOPs that are left, ours and the paper's. Of the paper's "
         f"{len(rows)} GDP results, {both} were run here. Our accuracy is higher in {higher} of "
-        f"these {both}; our change against the own baseline is better in {kept} of them."
+        f"these {both}; our change, each relative to its own baseline, is better in {kept} of them."
     )
 
 
 def imagenet() -> str:
     return (
-        "The paper's curves for ImageNet, from its tables; that of ResNet-50 is with a cosine "
-        "schedule and label smoothing. Where it can be checked (MobileNetV2 at 43.8 %), the "
-        "accuracy is that after fine-tuning. We have no runs, because the data set was not "
-        "available."
+        "The paper's curves for ImageNet, drawn from its tables. We have no runs, because the data "
+        "set was not available. The paper trained ResNet-50 with a cosine schedule and label "
+        "smoothing. Its accuracies are those after fine-tuning where this can be checked "
+        "(MobileNetV2 at 43.8 %)."
     )
 
 
@@ -305,3 +315,21 @@ CAPTIONS: dict[str, Callable[[], str]] = {
     "variants": variants,
     "norm": norm,
 }
+TITLES = {
+    "gate": "The gate and its derivative",
+    "algorithm1": "Convergence of algorithm 1",
+    "histograms": "Gates over the epochs",
+    "lasso": "Comparison with group lasso",
+    "stability": "Stability of the training",
+    "consistency": "Accuracy before removal and after fine-tuning",
+    "accuracy": "Accuracy against FLOPs",
+    "imagenet": "Accuracy on ImageNet in the paper",
+    "epsilon": "Robustness to ε",
+    "variants": "Variants of the method",
+    "norm": "Proximal step with ℓ0 and with ℓ1",
+}
+
+
+def anchor(name: str) -> str:
+    """Return the anchor of the heading above a figure."""
+    return TITLES[name].lower().replace(" ", "-").replace("'", "")

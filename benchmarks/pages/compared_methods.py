@@ -75,22 +75,40 @@ def better(runs: list[StoredRun], every: list[StoredRun]) -> str:
     return (" and ".join(higher) or "no") + doubt
 
 
-def close_methods(runs: list[StoredRun]) -> list[str]:
-    """Return a sentence about the methods that one run each cannot tell apart from gdp."""
+def _seeds(runs: list[StoredRun]) -> list[float]:
+    """Return the accuracies of our runs of the paper's table that are of the compared version."""
     here = [run for run in runs if COMPARED.matches(run)]
     ours = [run for run in here if run.is_comparison and run.method == "gdp"]
     same = [run for run in here if run.is_tabled and ours and run.is_earlier == ours[0].is_earlier]
-    seeds = [mean_score([run], "after removal") for run in same]
+    return [mean_score([run], "after removal") for run in same]
+
+
+def close(runs: list[StoredRun]) -> dict[str, list[str]]:
+    """Return, for each stage, the methods that one run each cannot tell apart from gdp."""
+    compared = [run for run in runs if COMPARED.matches(run) and run.is_comparison]
+    ours = [run for run in compared if run.method == "gdp"]
+    seeds = _seeds(runs)
+    if len(seeds) < 2:
+        return {}
+    limit, found = smallest_difference(seeds), {}
+    for stage in _AFTER:
+        mine = mean_score(ours, stage)
+        others = [run for run in compared if run.method != "gdp"]
+        near = [run for run in others if abs(mean_score([run], stage) - mine) < limit]
+        found[stage] = [run.method for run in near]
+    return found
+
+
+def close_methods(runs: list[StoredRun]) -> list[str]:
+    """Return a sentence about the methods that one run each cannot tell apart from gdp."""
+    seeds = _seeds(runs)
     if len(seeds) < 2:
         return []
-    others = [run for run in here if run.is_comparison and run.method != "gdp"]
-    limit, parts = smallest_difference(seeds), []
-    for stage in _AFTER:
-        scores = [(run.method, mean_score([run], stage)) for run in others]
-        close = [name for name, score in scores if abs(score - mean_score(ours, stage)) < limit]
-        parts.append(f"{stage}: {' and '.join(close) or 'none'}")
+    parts = [f"{stage}: {' and '.join(found) or 'none'}" for stage, found in close(runs).items()]
     return [
-        "Our runs of the same version in the first table have a standard deviation of "
-        f"{statistics.stdev(seeds):.2f} over {len(seeds)} seeds. Methods closer to gdp than 2 √2 "
-        f"times this value cannot be told apart from it with one run each ({'; '.join(parts)})."
+        "Which differences are larger than chance? Our runs of the same version in "
+        "[the paper's table](#the-papers-table) have a standard deviation of "
+        f"{statistics.stdev(seeds):.2f} over {len(seeds)} seeds. With one run each, methods closer "
+        "to gdp than 2 √2 times this value cannot be told apart from it "
+        f"({'; '.join(parts)})."
     ]

@@ -192,7 +192,7 @@ def tables() -> list[str]:
 
 
 def is_earlier(name: str) -> bool:
-    """Return whether a run is of the version that closed all missing channels at the deadline."""
+    """Return whether a run is of the version that closed the remaining channels in one step."""
     return "window" not in card(name)["recipe"]["schedule"]
 
 

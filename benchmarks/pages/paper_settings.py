@@ -46,19 +46,18 @@ def _settings(folder: Path) -> str:
     cards = [stored(folder, file.parent.name) for file in sorted(folder.glob("paper-*/card.json"))]
     machines = "; ".join(dict.fromkeys(where(card) for card in cards if card))
     return (
-        f"{preset.baseline_epochs} epochs for the baseline and {preset.epochs} while pruning, "
-        f"ε × {preset.schedule.decay} an epoch, random crops and flips, no teacher, no cutout. "
-        "The paper does not give the learning rate and the batch size; "
-        f"here they are {preset.lr:g} with a cosine schedule, and {preset.batch}. With a fixed λ, "
-        "the proximal step is exactly the published one, and λ is read off short runs; a "
-        f"budget changes the method as [differences](differences.md) says. After removal, "
-        f"{TUNED} epochs of fine-tuning. One run each{f', on {machines}' if machines else ''}."
+        f"Runs with the paper's settings: {preset.baseline_epochs} epochs for the baseline and "
+        f"{preset.epochs} while pruning, ε × {preset.schedule.decay} an epoch, random crops and "
+        f"flips, no teacher, no cutout, and {TUNED} epochs of fine-tuning after removal. The paper "
+        f"does not give the learning rate and the batch size; here they are {preset.lr:g} with a "
+        f"cosine schedule, and {preset.batch}. With a fixed λ, the proximal step is exactly the "
+        "published one; λ is chosen by short runs. A budget changes the method "
+        f"([how](differences.md)). One run each{f', on {machines}' if machines else ''}."
     )
 
 
 def _row(folder: Path, network: str, macs: float, mode: str) -> str:
-    claim = next(c for c in PUBLISHED if (c.network, c.macs) == (network, round(100 * macs, 2)))
-    cells = [NETWORK_NAMES[network], *_published(claim)]
+    cells = [NETWORK_NAMES[network], *_published(_claim(network, macs))]
     card = stored(folder, f"paper-{network}-{percent(macs)}-{mode}")
     if card is None:
         return f"| {' | '.join([*cells, MODES[mode], NOT_RUN])} |{' – |' * 5}"
@@ -67,6 +66,27 @@ def _row(folder: Path, network: str, macs: float, mode: str) -> str:
     cells += [kind, f"{scores['baseline']:.2f}", f"{100 * card['macs_share']:.2f}"]
     cells += [f"{scores[stage]:.2f}" for stage in STAGES]
     return f"| {' | '.join(cells)} | {scores['after removal'] - scores['baseline']:+.2f} |"
+
+
+def finished(folder: Path) -> list[str]:
+    """Return how the runs that are stored ended, beside the paper's change."""
+    found = []
+    for network, macs in CLAIMS:
+        for mode, name in MODES.items():
+            card = stored(folder, f"paper-{network}-{percent(macs)}-{mode}")
+            if card is not None:
+                scores = {row["stage"]: 100 * row["accuracy"] for row in card["table"]}
+                claim = _claim(network, macs)
+                found.append(
+                    f"{NETWORK_NAMES[network]} at {claim.macs} % ({name}) changes by "
+                    f"{scores['after removal'] - scores['baseline']:+.2f} points (the paper's by "
+                    f"{claim.accuracy - claim.baseline:+.2f})"
+                )
+    return found
+
+
+def _claim(network: str, macs: float) -> Claim:
+    return next(c for c in PUBLISHED if (c.network, c.macs) == (network, round(100 * macs, 2)))
 
 
 def _published(claim: Claim) -> list[str]:
@@ -84,8 +104,8 @@ def _searched(folder: Path) -> list[str]:
         if left:
             epochs = next(card for card in cards.values() if card)["recipe"]["epochs"]
             found.append(
-                f"{NETWORK_NAMES[network]}: short runs of {epochs} epochs leave these shares of "
-                f"the MACs, with λ in brackets: {', '.join(left)}."
+                f"{NETWORK_NAMES[network]}: short runs of {epochs} epochs, by which λ is chosen, "
+                f"leave these shares of the MACs (λ in brackets): {', '.join(left)}."
             )
     return found
 
@@ -96,7 +116,7 @@ def _ablations(folder: Path) -> list[str]:
     cards = {name: stored(folder, name) for name in names}
     missing = [name for name, card in cards.items() if card is None]
     if len(missing) == len(names):
-        return [f"The {len(names)} ablations in plain mode were not run yet."]
+        return [f"The {len(names)} ablations with the published proximal step were not run yet."]
     lines = [
         "| ablation | λ or budget | MACs left (%) | accuracy after removal (%) |",
         "|---|---|---|---|",

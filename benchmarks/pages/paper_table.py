@@ -121,41 +121,43 @@ def preset_name(run: StoredRun) -> str:
 
 
 def notes(runs: list[StoredRun]) -> str:
-    """Return the paragraph below the table."""
+    """Return the notes below the table."""
     own = [run for run in runs if run.is_tabled and any(c.matches(run) for c in CLAIMS)]
     if not own:
         return "The pruned networks were not fine-tuned."
     every = [*own, *filter(is_only_ours, runs)]
     same = sum(run.card.get("identical_predictions", False) for run in every)
     sentences = [
-        "The pruned networks were not fine-tuned. FLOPs and MACs are both shares of the original "
-        "network, so they can be compared.",
-        f"Predictions before and after removal are identical on all {TEST_SET:,} test images in "
-        f"{same} of {len(every)} runs.",
-        "Our networks were trained with cutout and with their baseline as teacher, and our "
-        "baselines are better than the paper's. So these numbers do not separate the effect of the "
-        "training from that of the pruning; [the paper's settings](#the-papers-settings) do.",
-        f"Relative to its own baseline, the paper's network loses less accuracy in {_lost(own)} "
-        "rows for which we have runs.",
+        "**Units.** FLOPs and MACs are both shares of the original network, so they can be "
+        "compared. The pruned networks were not fine-tuned.",
+        "**Training and pruning are mixed.** Our networks were trained with cutout and with their "
+        "baseline as teacher, and our baselines are better than the paper's. So the table does not "
+        "show which part of a difference is due to pruning. The runs with "
+        "[the paper's settings](#the-papers-settings) do.",
+        "**Loss of accuracy.** Relative to its own baseline, the paper's network loses less "
+        f"accuracy in {_lost(own)} rows for which we have runs.",
+        "**Removal.** Predictions before and after removal are identical on all "
+        f"{TEST_SET:,} test images in {same} of {len(every)} runs.",
     ]
     if any(run.is_earlier for run in every):
         sentences.append(
-            f'Rows marked "{EARLIER}": these runs closed all channels that were missing at the '
-            "deadline at once, and recovered afterwards ([steering](#steering))."
+            "**Earlier version.** Runs in rows with this mark reached the budget in one step: all "
+            "channels that were still missing closed at once, and the accuracy recovered "
+            "afterwards ([steering](#steering))."
         )
     tuned = [run for run in own if run.score("after fine-tuning")]
     for kind in grouped(tuned, lambda run: [run.network, run.card["budget"]]):
         sentences.append(_fine_tuned(kind))
-    return " ".join(sentences)
+    return "\n".join(f"- {sentence}" for sentence in sentences)
 
 
 def _fine_tuned(runs: list[StoredRun]) -> str:
     card = runs[0].card
     scores = mean_and_deviation([run.score("after fine-tuning") for run in runs])
     return (
-        f"{NETWORK_NAMES[card['network']]} at {100 * card['budget']['macs']:.2f} % was then "
-        f"fine-tuned for {card['recipe']['tune_epochs']} epochs without the teacher and reached "
-        f"{scores} %."
+        f"**Fine-tuning.** {NETWORK_NAMES[card['network']]} at {100 * card['budget']['macs']:.2f} "
+        f"%{f' ({EARLIER})' if runs[0].is_earlier else ''} was then fine-tuned for "
+        f"{card['recipe']['tune_epochs']} epochs without the teacher and reached {scores} %."
     )
 
 

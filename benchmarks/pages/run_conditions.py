@@ -37,9 +37,9 @@ def conditions(runs: list[StoredRun]) -> list[str]:
     if not runs:
         return ["No runs."]
     lines = [
-        f"[results](../results) holds the {len(runs)} runs of the tables, and further runs for the "
-        "figures. A run with the same seed does not give exactly the same numbers: a GPU adds in a "
-        "varying order, and the random numbers of a stage were changed after some of these runs.",
+        f"[results](../results) contains the {len(runs)} runs of the tables, and further runs for "
+        "the figures. If you repeat a run with the same seed, its numbers differ a little: a GPU "
+        "adds in a varying order, and a stage draws other random numbers since some of these runs.",
     ]
     for kind in grouped(runs, lambda run: [run.card["machine"], run.card["versions"]]):
         versions = ", ".join(f"{name} {v}" for name, v in kind[0].card["versions"].items())
@@ -51,11 +51,12 @@ def conditions(runs: list[StoredRun]) -> list[str]:
         ]
     lines += [
         "",
-        "Settings of our runs that differ from the paper's, with the paper's value in brackets. "
-        "The paper gives the epochs while pruning, ε, the learning rate of the gates, crops and "
-        "flips. Where it gives no value (learning rate, batch size, weight decay, length of the "
-        "baseline training), the usual one is used. In addition, λ is chosen by the controller and "
-        "is 0 once the budget is met, ε decays at every step, and products are in bfloat16.",
+        "The list below has the settings of our runs that differ from the paper's, with the "
+        "paper's value in brackets. The paper gives the epochs while pruning, ε, the learning rate "
+        "of the gates, crops and flips. Where it gives none (learning rate, batch size, weight "
+        "decay, epochs of the baseline), the value in brackets is the usual one. In addition, a "
+        "budget decides which gates close instead of λ, ε decays at every step, and matrix "
+        "products are in bfloat16.",
         "",
     ]
     return lines + _settings(runs)

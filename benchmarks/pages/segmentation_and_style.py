@@ -67,9 +67,9 @@ def segmentation(folder: Path) -> list[str]:
         )
     shown = figure("masks")
     caption = (
-        "Test photos with one large animal each: masks drawn by hand, by the baseline and by the "
-        "pruned networks. The photos may not be redistributed, so they are left out; `--photos` of "
-        "[example_images.py](../benchmarks/pages/example_images.py) includes them."
+        "Masks of test photos with one large animal each: drawn by hand, by the baseline and by "
+        "the pruned networks. The photos may not be redistributed, so they are left out; "
+        "`--photos` of [example_images.py](../benchmarks/pages/example_images.py) includes them."
     )
     parts = [_setting(first, folder), "\n".join(lines), _findings(runs)]
     return [*parts, caption, *shown] if shown else parts
@@ -81,17 +81,22 @@ def _setting(card: dict[str, Any], folder: Path) -> str:
     backbone = json.loads(log[-1])
     return (
         f"DeepLabV3+ with a ResNet-50 of output stride 16: mIoU in percent after removal, without "
-        f"fine-tuning. The last columns are the remaining channels in each branch of the pyramid. "
-        f"This is not the paper's setting. We have {card['trained_on']} training photos and "
-        f"{card['scored_on']} test photos, mostly of animals (a part of VOC 2012 with our own "
-        f"split); the usual numbers are 10,582 and 1,449. Our backbone was trained on CIFAR-10, "
-        f"enlarged to 128 × 128 ({backbone['epochs']} epochs, test accuracy "
-        f"{100 * backbone['accuracy']:.1f} %), the paper's on ImageNet. Our runs have "
-        f"{ours['baseline_epochs']} + {ours['epochs']} epochs and batches of {ours['batch']}, with "
-        f"a learning rate of {ours['lr']:g} for all layers; the paper's is {paper.lr:g} for the "
-        f"head and a tenth of it for the backbone. The learning rate of the gates starts at "
+        f"fine-tuning. The last columns are the channels that are left in each branch of the "
+        f"pyramid.\n\n"
+        f"This is not the paper's setting, so only the trend can be compared:\n\n"
+        f"- **Data.** We have {card['trained_on']} training photos and {card['scored_on']} test "
+        f"photos, mostly of animals (a part of VOC 2012 with our own split). The usual numbers are "
+        f"10,582 and 1,449.\n"
+        f"- **Backbone.** Ours was trained on CIFAR-10, enlarged to 128 × 128 "
+        f"({backbone['epochs']} epochs, test accuracy {100 * backbone['accuracy']:.1f} %), the "
+        f"paper's on ImageNet.\n"
+        f"- **Training.** Ours takes {ours['baseline_epochs']} + {ours['epochs']} epochs with "
+        f"batches of {ours['batch']} and a learning rate of {ours['lr']:g} for all layers. The "
+        f"paper's learning rate is {paper.lr:g} for the head and a tenth of it for the backbone. "
+        f"Our learning rate of the gates starts at "
         f"{ours['lr'] * ours['schedule']['gate_lr']:.0e}, and ε ends at the paper's value after "
-        f"fewer steps. One run each, on {where(card)}."
+        f"fewer steps.\n\n"
+        f"One run each, on {where(card)}."
     )
 
 
@@ -126,7 +131,7 @@ def _classes(runs: list[dict[str, Any]]) -> str:
     means = [100 * sum(iou[name] for name in FREQUENT) / len(FREQUENT) for iou in shares]
     return (
         f"{len(rare)} of the {len(shares[0])} classes in the test photos have an IoU below 10 % in "
-        f"every pruned network. The mean over {', '.join(FREQUENT[:-1])} and {FREQUENT[-1]} is "
+        f"every pruned network. The mean IoU of {', '.join(FREQUENT[:-1])} and {FREQUENT[-1]} is "
         f"{', '.join(f'{mean:.1f}' for mean in means)} % (it was not stored for the baseline)."
     )
 
@@ -156,11 +161,14 @@ def style_transfer(folder: Path) -> list[str]:
         f"The feed-forward network of Johnson et al. at {100 * run['macs_share']:.1f} % of its "
         f"MACs (paper: {' and '.join(str(share) for share in PAPER['style']['ratio'])} %). Its "
         f"perceptual loss on {run['scored_on']} test photos is {after:,.0f}; that of the baseline, "
-        f"which was trained half as long, is {before:,.0f}. Differences from the paper: The "
-        f"features are those of our pruned VGG-16 for CIFAR-10, because no other weights were "
-        f"available. It was trained on small images, which causes dotted spots, and its features "
-        f"were scaled by a factor chosen by eye. The style image is drawn by a script. There are "
-        f"{run['trained_on']} training photos of VOC and {settings['baseline_epochs']} + "
-        f"{settings['epochs']} epochs. One run, on {where(run)}."
+        f"which was trained half as long, is {before:,.0f}.\n\n"
+        f"Differences from the paper:\n\n"
+        f"- The features come from our pruned VGG-16 for CIFAR-10, because no other weights were "
+        f"available. It was trained on small images, which causes dotted spots. Its features were "
+        f"scaled by a factor chosen by eye.\n"
+        f"- The style image is drawn by a script.\n"
+        f"- There are {run['trained_on']} training photos of VOC, and "
+        f"{settings['baseline_epochs']} + {settings['epochs']} epochs.\n\n"
+        f"One run, on {where(run)}."
     )
     return [text, *figure("paintings")]

@@ -49,7 +49,7 @@ class StoredRun(NamedTuple):
 
     @property
     def is_earlier(self) -> bool:
-        """Whether this run is of the version that closed all missing channels at the deadline."""
+        """Whether this run is of the version that closed the remaining channels in one step."""
         return self.method == "gdp" and "window" not in self.card["recipe"]["schedule"]
 
     def score(self, stage: str) -> float | None:

@@ -41,20 +41,20 @@ def gpt(folder: Path) -> list[str]:
     usual = PRESETS["gpt"]
     steps = usual.baseline_epochs * usual.epoch_steps, usual.epochs * usual.epoch_steps
     text = (
-        "The character-level GPT of nanoGPT (6 layers, 6 heads, 384 wide, context 256, dropout "
-        "0.2; 10.65 M parameters and 0.1 M for positions) on tinyshakespeare, with "
+        "**GPT.** The character-level GPT of nanoGPT (6 layers, 6 heads, width 384, context 256, "
+        "dropout 0.2; 10.65 M parameters and 0.1 M for positions) learns tinyshakespeare with "
         f"[nanoGPT's settings](experiments.md#text): {steps[0]:,} steps for the baseline and "
-        f"{steps[1]:,} steps while pruning, with the baseline as the teacher of all. The loss is "
-        "the cross entropy of a character over the whole validation split. As in nanoGPT, which "
-        f"scores every {usual.epoch_steps} steps and keeps the best weights, every stage of every "
-        "method ends with its best weights on this split; those of ours count from the step on at "
-        "which the budget is met. So the losses are a little too low, for all alike."
+        f"{steps[1]:,} steps while pruning. The baseline is the teacher of all methods. The score "
+        "is the cross entropy per character over the whole validation split.\n\n"
+        f"As in nanoGPT, the network is scored every {usual.epoch_steps} steps, and every stage of "
+        "every method ends with its best weights on this split. While ours prunes, only weights "
+        "that meet the budget count. This choice makes the losses of all methods a little too low."
     )
     parts = [text, _baseline(folder)]
     for params, _ in GPT_PARAMS:
         for stem, norms in GPT_STREAMS.items():
-            stream = "the residual stream is open" if norms == "true" else "the stream is closed"
-            title = f"At {percent(params)} % of the parameters; {stream}"
+            stream = "prunable" if norms == "true" else "frozen"
+            title = f"At {percent(params)} % of the parameters, residual stream {stream}"
             parts += _comparison(folder, stem.format(percent(params)), title, LOSS)
     return parts
 
@@ -78,10 +78,10 @@ def deit(folder: Path) -> list[str]:
     """Return the paragraphs on DeiT-Tiny/8."""
     usual = PRESETS["deit_tiny"]
     text = (
-        "DeiT-Tiny/8 (192 wide, 12 layers, 3 heads, patches of 8 × 8) on Tiny ImageNet, "
-        f"{usual.baseline_epochs} epochs for the baseline and {usual.epochs} while pruning, with "
-        "the baseline as the teacher of all and an open residual stream "
-        "([settings](experiments.md#tiny-imagenet)). Accuracy on the 10,000 validation images "
+        "**DeiT-Tiny/8** (width 192, 12 layers, 3 heads, patches of 8 × 8 pixels) learns Tiny "
+        f"ImageNet: {usual.baseline_epochs} epochs for the baseline and {usual.epochs} while "
+        "pruning ([settings](experiments.md#tiny-imagenet)). The baseline is the teacher of all "
+        "methods, and the residual stream is prunable. Accuracy on the 10,000 validation images "
         "after the last epoch."
     )
     parts = [text]

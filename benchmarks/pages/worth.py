@@ -78,15 +78,16 @@ def rows_of(folder: Path, stem: str) -> tuple[list[dict[str, Any]], list[str]]:
 def worth(folder: Path) -> list[str]:
     """Return the paragraphs on ResNet-56."""
     parts = [
-        "ResNet-56 on CIFAR-10, from one baseline, which is the teacher of all. `thin` has widths "
-        "that are all scaled alike, `reinit` has the widths that ours found; both are trained from "
-        "scratch. [How the epochs are made equal](experiments.md#referee). "
-        "Rows with equal cost have as many MACs of training as ours, those with equal epochs as "
-        "many epochs. The 95 % intervals (Student's t) are over seeds, not over baselines."
+        "Would a smaller network that is trained from scratch be as good? We compare ours on "
+        "CIFAR-10 with `thin`, a ResNet-56 whose widths are all scaled by the same factor, with "
+        "`reinit`, which has the widths that ours found and new weights, and with other methods. "
+        'Each is trained twice: at "equal cost" its training takes as many MACs as ours, at "equal '
+        'epochs" as many epochs ([how](experiments.md#referee)). One baseline is the teacher of '
+        "all. The 95 % intervals (Student's t) are over seeds, not over baselines."
     ]
     for macs, _ in WORTH:
         parts += _comparison(folder, f"worth-resnet56-{percent(macs)}", f"At {100 * macs:g} %")
-    caption = "Accuracy over the remaining MACs; bars are standard deviations over seeds."
+    caption = "Accuracy against the MACs that are left; bars are standard deviations over seeds."
     drawn = (figures.OUT / "worth.png").exists() and bool(curves(folder))
     return [*parts, f"![worth](figures/worth.png)\n\n{caption}"] if drawn else parts
 
@@ -120,8 +121,8 @@ STYLES = {  # equal epochs: thinner and dashed
     "gdp": ("ours", BLUE, "-", "o"),
     "thin cost": ("thin, equal cost", ORANGE, "-", "s"),
     "thin epochs": ("thin, equal epochs", ORANGE, "--", "s"),
-    "reinit cost": ("our widths, drawn anew, equal cost", GREEN, "-", "^"),
-    "reinit epochs": ("our widths, drawn anew, equal epochs", GREEN, "--", "^"),
+    "reinit cost": ("our widths, new weights, equal cost", GREEN, "-", "^"),
+    "reinit epochs": ("our widths, new weights, equal epochs", GREEN, "--", "^"),
     "torch-pruning cost": ("Torch-Pruning, equal cost", PINK, "-", "D"),
     "torch-pruning epochs": ("Torch-Pruning, equal epochs", PINK, "--", "D"),
     "l0": ("l0", GREY, "-", "v"),
@@ -167,10 +168,10 @@ def tiny(folder: Path) -> list[str]:
         for macs, _ in budgets:
             lines += _tiny_rows(folder, network, macs)
     text = (
-        "Tiny ImageNet has 200 classes of ImageNet in 64 × 64 pixels and stands in for the paper's "
-        "ImageNet, so only changes against the own baseline can be compared. Networks and settings "
-        "are [our own](experiments.md#tiny-imagenet). Accuracy in percent on the 10,000 validation "
-        "images after the last epoch."
+        "Tiny ImageNet (200 classes of ImageNet, 64 × 64 pixels) stands in for the ImageNet of the "
+        "paper. So compare only the columns of changes, each relative to its own baseline. "
+        "Networks and settings are [our own](experiments.md#tiny-imagenet). Accuracy in percent on "
+        "the 10,000 validation images after the last epoch."
     )
     return [text, "\n".join(lines)]
 
@@ -200,11 +201,12 @@ def _tiny_rows(folder: Path, network: str, macs: float) -> list[str]:
 def transfer(folder: Path) -> list[str]:
     """Return the paragraphs on networks that are pruned while they learn a few images."""
     text = (
-        "A network of Tiny ImageNet is pruned while it learns CIFAR-10 at 64 × 64 from a few "
-        "images of each class, which are drawn anew for each seed. The unpruned network is tuned "
-        "for as many epochs. Thin networks begin with new weights, or are trained on Tiny "
-        "ImageNet first, for as many epochs as the network that is pruned. The column of the cost "
-        "is without the training on Tiny ImageNet, of either network."
+        "A network that was trained on Tiny ImageNet is pruned while it learns CIFAR-10 at 64 × 64 "
+        "pixels from a few images of each class. Each seed draws other images. For comparison, the "
+        "unpruned network is trained on the same images for as many epochs. A thin network starts "
+        "from new weights, or is trained on Tiny ImageNet first, for as many epochs as the network "
+        "that is pruned. The cost does not include the training on Tiny ImageNet of either "
+        "network."
     )
     parts = [text]
     for network in TRANSFERRED:

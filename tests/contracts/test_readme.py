@@ -17,6 +17,7 @@ TRAINERS = ROOT / "docs" / "trainers.md"  # its code runs in tests/unit/integrat
 TEXTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *PACKAGES]
 ULTRALYTICS = ROOT / "docs" / "ultralytics.md"  # its code runs in tests/unit/integrations
 TRANSFORMERS = ROOT / "docs" / "transformers.md"  # its code runs there, too
+PAGES = [*sorted(ROOT.glob("*.md")), *TEXTS[1:]]
 BLOCKS = [
     pytest.param(block, id=f"{text.relative_to(ROOT)}-{number}")
     for text in TEXTS
@@ -71,7 +72,34 @@ def test_the_readme_shows_a_dozen_lines_and_is_short():
     assert len(lines) < 120
 
 
-def test_every_link_in_the_documents_leads_to_a_file():
-    for text in TEXTS:
-        for link in re.findall(r"\]\(([^)#]+)\)", text.read_text(encoding="utf-8")):
-            assert link.startswith("https://") or (text.parent / link).exists(), link
+def anchors(text: str) -> set[str]:
+    """Return the anchors that GitHub gives to the headings of a page."""
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
+    plain = [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", title) for title in titles]
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in plain}
+
+
+def broken_links(page: Path) -> list[str]:
+    """Return the relative links of a page that lead to no file, or to no heading of a page."""
+    found = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        target, _, anchor = link.partition("#")
+        there = page.parent / target if target else page
+        if link.startswith("https://"):
+            continue
+        if not there.exists() or (anchor and anchor not in anchors(there.read_text("utf-8"))):
+            found.append(link)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+def test_links_that_lead_nowhere_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    text = "# A `b` of C's\n[x](#a-b-of-cs) [x](page.md#a-b-of-cs) [x](#a-b) [x](none.md)\n"
+    page.write_text(text, encoding="utf-8")
+    assert broken_links(page) == ["#a-b", "none.md"]

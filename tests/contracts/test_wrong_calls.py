@@ -715,6 +715,10 @@ GATED: dict[str, tuple[Call, str]] = {
         lambda w: w.pruner.attach(SGD(w.net.parameters(), 0.1, weight_decay=0.01)),
         r"attach: gates \(for one, of .*\) are in a parameter group with weight decay 0.01.*build",
     ),
+    "attach: gates in another, too": (
+        lambda w: w.pruner.attach(w.optimizer, Adam(w.net.parameters())),
+        r"attach: two optimizers hold gates \(for one, of .*take the parameters of the other ones",
+    ),
     "attach: no gates": (lambda w: w.pruner.attach(SGD(other().parameters(), 0.1)), NOT_HELD),
     "attach: one gate": (
         lambda w: w.pruner.attach(Adam([next(iter(w.pruner.gates.values())).alpha])),

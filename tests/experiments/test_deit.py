@@ -175,7 +175,7 @@ def test_transformers_that_were_not_run_are_named(tmp_path: Path) -> None:
     assert parts[1] == "The unpruned GPT: not run yet. nanoGPT's best validation loss is 1.4697."
     missing = [part for part in parts if part.endswith(": not run yet.")]
     assert len(missing) == 2 * 2 + 2
-    assert "At 25 % of the parameters; the residual stream is open: not run yet." in missing
+    assert "At 25 % of the parameters, residual stream prunable: not run yet." in missing
 
 
 def test_the_page_says_whether_ours_is_better_than_thin(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_the_page_says_whether_ours_is_better_than_thin(tmp_path: Path) -> None:
         "reaches 1.4800; nanoGPT publishes 1.4697. The difference of 0.0103 is within" in parts[1]
     )
     title, lines, said, left = parts[2:6]
-    assert title == "At 50 % of the parameters; the stream is closed:"
+    assert title == "At 50 % of the parameters, residual stream frozen:"
     assert "| original network |  | 100.00% |" in lines and "| 1.4700 |" in lines
     assert "| ours, uniform widths |" in lines and "| 1.4810 ± 0.0010 |" in lines
     assert said.splitlines() == [

@@ -141,7 +141,7 @@ def test_every_number_of_the_papers_tables_is_stored() -> None:
 
 
 def test_every_figure_has_a_sentence_with_its_numbers(full: Path) -> None:
-    assert set(captions.CAPTIONS) == set(figures.FIGURES)
+    assert set(captions.CAPTIONS) == set(captions.TITLES) == set(figures.FIGURES)
     said = {name: say() for name, say in captions.CAPTIONS.items()}
     found, names = figures.correlation()
     assert f"{found:.3f}" in said["consistency"] and f"{len(names)} values" in said["consistency"]
@@ -163,7 +163,8 @@ def test_the_page_shows_what_was_drawn_and_names_the_rest(
 ) -> None:
     figures.main([])
     parts = results_page.figure_section()
-    assert parts[0].startswith("![gate](figures/gate.png)") and len(parts) == 4
+    heading = f"### {captions.TITLES['gate']}"
+    assert parts[0].startswith(f"{heading}\n\n![gate](figures/gate.png)") and len(parts) == 4
     assert "consistency" in parts[-1] and "imagenet" not in parts[-1]
 
 
@@ -205,7 +206,7 @@ def test_one_run_of_the_table_that_collapses_is_not_stable(full: Path, change: A
     said = captions.stability()
     assert f"In {count - 1} of {count} runs" in said
     assert f"is not stable. {captions.DISAGREES}" in said
-    assert ("test accuracy 14.1 %" in said) == (change is collapsed)
+    assert ("| 14.1 % |" in said) == (change is collapsed)
 
 
 def made_earlier(name: str) -> None:

@@ -585,6 +585,8 @@ def made(root: Path) -> tuple[str, str]:
 def test_results_that_are_missing_are_said_to_be(tmp_path: Path) -> None:
     page, readme = made(tmp_path)
     assert page.count("| not run yet | – | not run yet | – | 0 |") == 4
+    assert "[Is pruning better than training a thin network?](#is-pruning-worth-it) | 0 of " in page
+    assert "**Accuracy.**" not in page and "**Other methods.**" not in page
     assert all(f"| {name} | – | – | not run yet |" in page for name in ("gdp", *METHODS))
     assert readme == f"above\n{MARKS[0]}\nold\n{MARKS[1]}\nbelow\n"
 
@@ -600,6 +602,11 @@ def test_results_are_means_over_seeds_beside_the_papers(tmp_path: Path) -> None:
         "**94.10 ± 0.14** | +0.10 | 2 |"
     )
     assert row in page and row in readme
+    assert "more accurate in 1 of 2 cases, our baseline in 1. Relative to its" in page
+    assert "ours loses less accuracy than the paper's in 2 of 2 cases" in page
+    assert "changes none of the 10,000 predictions in 2 of 3 runs" in page
+    assert "3 of 3 runs end at or below their budget, at most 0.01 points" in page
+    assert "1 of 2 rows of the paper's table have one run each" in page
     assert "93.99 | +0.10 | 93.00 | 30.54 | **93.50** | +0.50 | 1 |" in page
     assert "| ResNet-56 | 93.90 | 34.36 | 93.55 | -0.35 | not run yet |" in page
     assert "identical on all 10,000 test images in 2 of 3 runs" in page
@@ -689,6 +696,8 @@ def test_controls_that_one_run_does_not_tell_apart_are_named(tmp_path: Path) -> 
     page, _ = made(tmp_path)
     assert "a standard deviation of 0.14 over 2 seeds" in page
     assert "(after removal: l0; after fine-tuning: l0 and lasso)." in page
+    assert "1 of 3 runs of other methods are more accurate than ours" in page
+    assert "l0 and lasso cannot be told apart from it by single runs" in page
 
 
 def test_the_readme_has_the_marks() -> None:

@@ -35,7 +35,7 @@ def test_runs_that_are_not_stored_are_named(tmp_path: Path) -> None:
     assert "350 epochs for the baseline and 350 while pruning" in settings
     assert "a machine" not in settings
     assert table.count("not run yet") == 2 * len(page.PUBLISHED) == 8
-    assert ablations.endswith("ablations in plain mode were not run yet.")
+    assert ablations.endswith("ablations with the published proximal step were not run yet.")
 
 
 def test_every_stage_of_the_papers_table_is_shown(tmp_path: Path) -> None:

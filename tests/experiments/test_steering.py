@@ -198,6 +198,7 @@ def test_the_steering_of_a_long_run_is_read_from_its_log(
             1,
             2,
             50 * share(1, 2),
+            None,
         )
     )
     write_rows(tmp_path / names[0], {3: {**off, "macs": off["macs"] - 0.021}})
@@ -209,6 +210,22 @@ def test_the_steering_of_a_long_run_is_read_from_its_log(
     assert f"In {names[1]} the loss rose by a factor of 1.25 in epoch 3" in said
     assert f"{50 * share(2, 3):.1f} points of the MACs were closed and the learning" in said
     assert "rate rose (warm-up of 3 epochs)" in said
+
+
+def test_a_rise_that_the_same_training_has_without_pruning_is_not_the_steerings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    for name, loss in (("run-10", 2.6), ("run-70", 3.0), ("run-unpruned", 2.5)):
+        planned(tmp_path, name)
+        row = {"stage": "prune", "epoch": 2, "macs": 1 - 0.5 * share(0, 2)}
+        write_rows(tmp_path / name, {2: {**row, "recalibrated_loss": loss}})
+    kept, broken = steering_page.long_run("run-10"), steering_page.long_run("run-70")
+    assert kept.ratio == pytest.approx(2.6) and kept.beyond == pytest.approx(2.6 / 2.5)
+    assert kept.keeps
+    assert broken.beyond == pytest.approx(1.2) and broken.risen == 2
+    write_rows(tmp_path / "run-70", {2: {**row, "recalibrated_loss": 3.1}})
+    assert not steering_page.long_run("run-70").keeps
 
 
 def share(start: int, end: int) -> float:

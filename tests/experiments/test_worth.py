@@ -171,7 +171,7 @@ def test_a_comparison_is_a_table_a_figure_and_a_verdict(
     stored(tmp_path, "worth-resnet56-10-ours-seed0", 0.90)
     parts = worth.worth(tmp_path)
     head, title, rows, said = parts[:4]
-    assert "one baseline" in head and title == "At 46.65 % of the MACs:"
+    assert "One baseline" in head and title == "At 46.65 % of the MACs:"
     assert rows.count("\n") == 3 and "| 94.51% ± 0.01% |  | 3 |" in rows
     assert "| thin | cost | 46.55% |" in rows and "| +0.50 ± 0.02 points | 3 |" in rows
     assert said.startswith("Pruning was worth it: at equal training cost")

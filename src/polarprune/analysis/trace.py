@@ -91,7 +91,7 @@ def survey(
     example: Example,
     *,
     keep: str | Iterable[str] = (),
-    rules: Mapping[Any, Rule] | None = None,
+    rules: Mapping[object, Rule] | None = None,
     norms: bool = False,
     compare_outputs: bool = False,
     min_channels: int = 0,

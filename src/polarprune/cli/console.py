@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import typer
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..errors import PruneError
+from ..report.facts import JsonObject
 
 console = Console(emoji=False)
 
@@ -53,7 +54,7 @@ def bar() -> Progress:
 _SCORES = {"accuracy": ".1%", "mIoU": ".1%", "perceptual loss": ".4g", "validation loss": ".4f"}
 
 
-def line(row: dict[str, Any]) -> str:
+def line(row: JsonObject) -> str:
     """Format a row of a training log."""
     text = f"loss {row['loss']:.3f}"
     for measure, form in _SCORES.items():

@@ -8,18 +8,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cost.timing import compare_speed, environment
+from ..report.facts import JsonObject
 from ..report.report import Report
 from ..training.pruner import Pruner
 from ..validation.optional_packages import optional_package
 
-Progress = Callable[[dict[str, Any]], None]
+Progress = Callable[[JsonObject], None]
 
 
 class Block(nn.Module):
@@ -204,7 +204,7 @@ class Demo:
 
     def tell(self, stage: str, model: nn.Module, loss: float) -> None:
         """Report the state after an epoch to the progress callback."""
-        row: dict[str, Any] = {"stage": stage, "loss": loss}
+        row: JsonObject = {"stage": stage, "loss": loss}
         row["accuracy"] = accuracy(model, self.data)
         if self.pruner:
             last = self.pruner.history[-1]
@@ -212,11 +212,11 @@ class Demo:
         self.progress(row)
 
 
-def _row(stage: str, accuracy: float, cost: dict[str, int]) -> dict[str, Any]:
+def _row(stage: str, accuracy: float, cost: dict[str, int]) -> JsonObject:
     return {"stage": stage, "accuracy": accuracy, "macs": cost["macs"], "params": cost["params"]}
 
 
-def compare(gated: nn.Module, small: nn.Module, x: Tensor) -> dict[str, Any]:
+def compare(gated: nn.Module, small: nn.Module, x: Tensor) -> JsonObject:
     """Compare the predictions and outputs of two models on every image."""
     left, right = predict(gated, x), predict(small, x)
     return {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -21,6 +21,7 @@ from ..experiments.runs.run import Run
 from ..experiments.runs.start import check_network
 from ..experiments.runs.trials import prepare, run_to_end
 from ..experiments.settings import Settings
+from ..report.facts import JsonObject
 from .arguments import AsJson, ModelOption
 from .console import console, device_of, fail, say, say_json, texts_on_stderr
 from .referee import referee
@@ -107,7 +108,7 @@ def train(
         console.print(f"baseline: {found.shown(card[found.measure])}", markup=False)
 
 
-def _show_card(card: dict[str, Any], task: Task, out: Path) -> None:
+def _show_card(card: JsonObject, task: Task, out: Path) -> None:
     for row in card["table"]:
         say(
             f"{row['stage']:>16}  {task.shown(row[task.measure])}  {row['macs']:,} MACs  "
@@ -179,7 +180,7 @@ def evaluate(
     )
 
 
-def _data_settings(card: dict[str, Any]) -> Settings:
+def _data_settings(card: JsonObject) -> Settings:
     """Return what a card says about the data that its network is for."""
     recipe = card.get("recipe")
     told = recipe if isinstance(recipe, dict) else {}
@@ -187,7 +188,7 @@ def _data_settings(card: dict[str, Any]) -> Settings:
     return Settings(card["network"], told.get("data", "cifar10"), **sizes)
 
 
-def _stated_score(card: dict[str, Any], task: Task) -> str:
+def _stated_score(card: JsonObject, task: Task) -> str:
     """Return the score that a card states."""
     stated = card.get(task.measure)
     return task.shown(stated) if isinstance(stated, (int, float)) else "no score"

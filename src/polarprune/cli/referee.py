@@ -15,7 +15,6 @@ from ..errors import PruneError
 from ..experiments.data.task import Task
 from ..experiments.methods.from_scratch import FROM_SCRATCH
 from ..experiments.methods.table import check
-from ..experiments.runs.files import Json
 from ..experiments.runs.referee import (
     CONTROLS,
     EQUALS,
@@ -39,6 +38,7 @@ from ..experiments.runs.referee_results import (
 from ..experiments.runs.run import Run
 from ..experiments.runs.trials import Trial, prepare
 from ..experiments.settings import Settings
+from ..report.facts import JsonObject
 from ..validation.optional_packages import optional_package
 from .arguments import AsJson
 from .console import fail, say, say_json, texts_on_stderr
@@ -198,7 +198,7 @@ def _possible(
     return [one for one in compared if one.method not in skipped], skipped
 
 
-def _show(results: Json, task: Task, out: Path) -> None:
+def _show(results: JsonObject, task: Task, out: Path) -> None:
     lines = [cells(row, task) for row in (original(results["rows"]), *results["rows"])]
     widths = [max(map(len, column)) for column in zip(HEAD, *lines, strict=True)]
     for line in (HEAD, *lines):  # wider than many terminals, but no number may be cut off

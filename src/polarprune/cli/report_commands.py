@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -13,6 +13,7 @@ from torch import nn
 from ..errors import PruneError
 from ..files.model_file import save
 from ..files.writing import make_folder, replacing, write_text
+from ..report.facts import JsonObject
 from ..report.plots import save_gate_histogram
 from ..report.report import Report
 from ..validation.arguments import check_settings
@@ -52,7 +53,7 @@ def _run_demo(settings: Settings) -> tuple[Report, nn.Module]:
     with bar() as shown:
         task = shown.add_task("starting", total=None, info="")
 
-        def show(row: dict[str, Any]) -> None:
+        def show(row: JsonObject) -> None:
             shown.update(task, advance=1, description=row["stage"], info=line(row))
 
         demonstration = Demo(settings, show)

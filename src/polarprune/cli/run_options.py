@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -16,6 +16,7 @@ from ..experiments.methods.table import NAMES
 from ..experiments.presets import PRESETS
 from ..experiments.processes import process_group, rank_and_count
 from ..factories import FORMS
+from ..report.facts import JsonObject
 from .console import bar, console, device_of, line, say
 
 Network = Annotated[str, typer.Argument(help=f"a preset ({', '.join(PRESETS)}), or {FORMS}")]
@@ -37,11 +38,9 @@ HoldOut = Annotated[
 Device = Annotated[str, typer.Option(help="cpu or cuda; by default cuda if torch finds a GPU")]
 
 
-def parse_changes(
-    given: list[str] | None, seed: int | None, uniform: bool = False
-) -> dict[str, Any]:
+def parse_changes(given: list[str] | None, seed: int | None, uniform: bool = False) -> JsonObject:
     """Parse `--set key=value` (`schedule.done=0.4` changes the schedule); add the other options."""
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     for text in given or []:
         key, equals, value = text.partition("=")
         if not equals:
@@ -55,13 +54,13 @@ def parse_changes(
 
 
 @contextmanager
-def shown_progress(device: str) -> Iterator[tuple[str, Callable[[dict[str, Any]], None]]]:
+def shown_progress(device: str) -> Iterator[tuple[str, Callable[[JsonObject], None]]]:
     """Yield the device of this process, and a function that shows a row of the log."""
     with process_group(device_of(device)) as here, bar() as shown:
         console.quiet = rank_and_count()[0] > 0
         task = shown.add_task("starting", total=None, info="", visible=False)
 
-        def show(row: dict[str, Any]) -> None:
+        def show(row: JsonObject) -> None:
             done, total, text = row["epoch"], row["epochs"], line(row)
             shown.update(task, completed=done, total=total, visible=True)
             shown.update(task, description=row["stage"], info=text)

@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from ..errors import PruneError
-from ..experiments.runs.files import Json
 from ..experiments.runs.ray_trials import ray_is_installed, side_by_side_on_ray
 from ..experiments.runs.trials import Show, Trial, one_after_the_other
+from ..report.facts import JsonObject
 
 Threads = Annotated[
     int, typer.Option(help="threads of a trial on the CPU; 0: the default of torch")
@@ -42,7 +42,7 @@ def uses_ray(wanted: bool | None, address: str, trials: list[Trial]) -> bool:
     return unfinished > 1 and "WORLD_SIZE" not in os.environ and ray_is_installed()
 
 
-def _named(show: Callable[[Json], None]) -> Show:
+def _named(show: Callable[[JsonObject], None]) -> Show:
     """Return a function that shows a row of a log under the name of its trial."""
     return lambda name, row: show({**row, "stage": f"{name} {row['stage']}".strip()})
 
@@ -52,7 +52,7 @@ def run_all(
     on_ray: bool,
     address: str,
     device: str,
-    show: Callable[[Json], None],
+    show: Callable[[JsonObject], None],
 ) -> None:
     """Run trials; those of a stage start when all of the stage before are finished.
 

@@ -14,10 +14,10 @@ from rich.table import Table
 from ..errors import PruneError
 from ..experiments.data.task import Task
 from ..experiments.methods.table import check
-from ..experiments.runs.files import Json
 from ..experiments.runs.run import Run
 from ..experiments.runs.sweep_results import collect, write_results
 from ..experiments.runs.trials import Trial, prepare
+from ..report.facts import JsonObject
 from ..validation.optional_packages import optional_package
 from .arguments import AsJson
 from .console import console, fail, say, say_json, texts_on_stderr
@@ -120,7 +120,7 @@ def _trials(base: Trial, budgets: list[float], seeds: int) -> list[Trial]:
     return trials
 
 
-def _show_results(rows: list[Json], task: Task, out: Path) -> None:
+def _show_results(rows: list[JsonObject], task: Task, out: Path) -> None:
     table = Table(box=None, padding=(0, 1))
     for column in ("budget", "seed", "MACs", "params", task.measure, "baseline", "front"):
         table.add_column(column, justify="right")

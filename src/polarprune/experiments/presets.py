@@ -19,9 +19,9 @@ _CIFAR10 = 50000  # training images
 _EPS_VOC = 0.1 * 0.97**500  # × 0.97 after every 120 of 60,000 steps
 
 
-def per_epoch(decay: float, epochs: int, start: float = 0.1) -> Schedule:
+def per_epoch(decay: float, epochs: int) -> Schedule:
     """Return the paper's schedule of ε, which is multiplied by `decay` after every epoch."""
-    return Schedule(eps_start=start, eps_end=start * decay**epochs)
+    return Schedule(eps_start=0.1, eps_end=0.1 * decay**epochs)
 
 
 def _paper(network: str) -> Settings:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import reprlib
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..errors import PruneError
+from ..report.facts import JsonObject
 from ..rewriting.parametrizations import make_plain
 from ..surgery.apply import cut_copy
 from ..surgery.config_proof import update_config
@@ -45,7 +45,7 @@ _REMEDY = "Give a file that polarprune.save wrote."
 # --- saving ---------------------------------------------------------------------------------------
 
 
-def save(model: nn.Module, path: str | Path, *, card: dict[str, Any] | None = None) -> None:
+def save(model: nn.Module, path: str | Path, *, card: JsonObject | None = None) -> None:
     """Write a small model to a safetensors file.
 
     Args:
@@ -118,9 +118,7 @@ def _check_storable(name: str, value: object) -> None:
         )
 
 
-def _metadata(
-    recipe: object, aliases: dict[str, str], card: dict[str, Any], path: str | Path
-) -> str:
+def _metadata(recipe: object, aliases: dict[str, str], card: JsonObject, path: str | Path) -> str:
     """Return the metadata with a blank checksum, after checking that `load` would accept them."""
     content = {
         "version": NEWEST_VERSION,
@@ -209,7 +207,7 @@ def _check_arguments(path: str | Path, model: nn.Module) -> None:
         raise PruneError("load: the model is on the meta device; give one that holds its weights.")
 
 
-def _build(content: dict[str, Any], model: nn.Module) -> nn.Module:
+def _build(content: JsonObject, model: nn.Module) -> nn.Module:
     """Return the small model with the weights of the model that was passed."""
     data = content["recipe"]
     check_code_amount(data)
@@ -231,14 +229,14 @@ def _fill(small: nn.Module, tensors: dict[str, Tensor]) -> None:
     small.load_state_dict(tensors)
 
 
-def read_card(path: str | Path) -> dict[str, Any]:
+def read_card(path: str | Path) -> JsonObject:
     """Return the notes that `save(..., card=...)` stored.
 
     Raises:
         PruneError: If the file is missing or was not written by `save`.
     """
     check_path("read_card", path)
-    card: dict[str, Any] = _parse_metadata(_read_metadata(path), path)["card"]
+    card: JsonObject = _parse_metadata(_read_metadata(path), path)["card"]
     return card
 
 
@@ -260,7 +258,7 @@ def _read_metadata(path: str | Path) -> str:
     return str(text)
 
 
-def _parse_metadata(text: str, path: str | Path) -> dict[str, Any]:
+def _parse_metadata(text: str, path: str | Path) -> JsonObject:
     try:
         return check_parts(parse_json(text))
     except PruneError as error:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from ..report.facts import JsonObject
 from ..rewriting.captured_forward import Refused
 from ..rewriting.remove_branches import without_branches
 from ..rewriting.stored_graphs import decode, encode
@@ -19,7 +20,7 @@ from ..surgery.recipe import Recipe
 from .untrusted.require import require
 
 
-def upgrade_version_1(data: Any, model: nn.Module) -> dict[str, Any]:
+def upgrade_version_1(data: Any, model: nn.Module) -> JsonObject:
     """Return a recipe of version 1 as one of version 2.
 
     Args:
@@ -43,7 +44,7 @@ def upgrade_version_1(data: Any, model: nn.Module) -> dict[str, Any]:
 
 
 def _remove_branches(
-    recipe: dict[str, Any], path: str, module: nn.Module, edits: list[Any]
+    recipe: JsonObject, path: str, module: nn.Module, edits: list[JsonObject]
 ) -> None:
     """Replace the edits of one block by its graph without the branches."""
     stored = recipe["rewired"].get(path)

@@ -17,10 +17,11 @@ fusing is impossible: in compiled code, for example.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.nn.utils.parametrize import ParametrizationList
 
 from ..torch_internals.class_swaps import set_class
@@ -205,6 +206,13 @@ def _is_dense(weight: Tensor) -> bool:
     return reach + 1 == weight.numel()
 
 
+class _ValuesContext(FunctionCtx):
+    eps: Tensor
+    alphas: tuple[Tensor, ...]
+    versions: list[int]
+    sizes: list[int]
+
+
 class _Values(torch.autograd.Function):
     """Compute all gates.
 
@@ -213,7 +221,7 @@ class _Values(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, eps: Tensor, *alphas: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: _ValuesContext, eps: Tensor, *alphas: Tensor) -> tuple[Tensor, ...]:
         ctx.sizes, ctx.eps = [len(alpha) for alpha in alphas], eps
         ctx.alphas, ctx.versions = alphas, [alpha._version for alpha in alphas]
         ctx.set_materialize_grads(False)
@@ -221,7 +229,7 @@ class _Values(torch.autograd.Function):
         return values
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _ValuesContext, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         used = [k for k, grad in enumerate(grads) if grad is not None]
         _check(ctx.alphas, ctx.versions, used)
         slopes = gate_slope(torch.cat(ctx.alphas), ctx.eps).split(ctx.sizes)
@@ -241,23 +249,32 @@ def _check(tensors: Sequence[Tensor], versions: list[int], used: Iterable[int]) 
         )
 
 
+class _MultiplyContext(FunctionCtx):
+    factors: Factors
+    values: tuple[Tensor, ...]
+    weights: tuple[Tensor, ...]
+    versions: list[int]
+
+
 class _Multiply(torch.autograd.Function):
     """Multiply weights by their gates. Stores tensors on `ctx` as `_Values` does."""
 
     @staticmethod
-    def forward(ctx: Any, factors: Factors, gates: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: _MultiplyContext, factors: Factors, gates: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.factors, ctx.values, ctx.weights = factors, tensors[:gates], tensors[gates:]
         ctx.versions = [weight._version for weight in ctx.weights]
         ctx.set_materialize_grads(False)
         return tuple(torch._foreach_mul(ctx.weights, factors.spread(ctx.values, ctx.weights)))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _MultiplyContext, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         factors, weights = ctx.factors, ctx.weights
         used = [slot for slot, grad in enumerate(grads) if grad is not None]
         _check(weights, ctx.versions, used)
         rows = factors.spread(ctx.values, weights)
-        mine = [factors.like(slot, grads[slot]) for slot in used]
+        mine = [factors.like(slot, grad) for slot, grad in enumerate(grads) if grad is not None]
         scaled = torch._foreach_mul(mine, [rows[slot] for slot in used])
         products: list[Tensor | None] = [None] * len(weights)
         found: list[Tensor | None] = [None] * (len(ctx.values) + len(weights))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from torch.optim import Optimizer
@@ -20,7 +21,7 @@ except ImportError as error:
     ) from error
 
 
-def optimizer_steps(accelerator: Accelerator, loader: Any, epochs: int) -> int:
+def optimizer_steps(accelerator: Accelerator, loader: Iterable[object], epochs: int) -> int:
     """Return how many optimizer steps a training takes: `steps` of a `Pruner`.
 
     Each process gets a part of the batches, and gradients may be accumulated, so there are fewer
@@ -53,7 +54,7 @@ def attach(
     accelerator: Accelerator,
     optimizer: Optimizer,
     *others: Optimizer,
-    loader: Any,
+    loader: Iterable[object],
     epochs: int,
 ) -> None:
     """Attach a pruner as `Pruner.attach` does, after a check of the announced steps.

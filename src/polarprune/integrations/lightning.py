@@ -88,7 +88,7 @@ class PruningCallback(Callback):
             )
         load, prepare = pl_module.on_load_checkpoint, trainer.strategy.setup
 
-        def on_load_checkpoint(checkpoint: dict[str, Any]) -> None:
+        def on_load_checkpoint(checkpoint: dict[str, object]) -> None:
             self._build(trainer, pl_module)
             load(checkpoint)
 

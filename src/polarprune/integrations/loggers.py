@@ -11,7 +11,7 @@ from ..training.pruner import Pruner
 from ..training.steering import Row
 
 
-def watch(pruner: Pruner, logger: Any, *, prefix: str = "pruning") -> None:
+def watch(pruner: Pruner, logger: object, *, prefix: str = "pruning") -> None:
     """Send every new row of `pruner.history` to a logger.
 
     TensorBoard's writers get scalars and a histogram of the gates. Objects or modules with
@@ -37,7 +37,7 @@ def watch(pruner: Pruner, logger: Any, *, prefix: str = "pruning") -> None:
     pruner.watchers.append(_receiver(logger, prefix))
 
 
-def _receiver(logger: Any, prefix: str) -> Callable[[Row], None]:
+def _receiver(logger: object, prefix: str) -> Callable[[Row], None]:
     if hasattr(logger, "add_scalar") and hasattr(logger, "add_histogram_raw"):
         return lambda row: _write(logger, _numbers(row, prefix), row, prefix)
     log = getattr(logger, "log", None)
@@ -52,7 +52,7 @@ def _receiver(logger: Any, prefix: str) -> Callable[[Row], None]:
     return lambda row: log({**_numbers(row, prefix), f"{prefix}/step": row["step"]})
 
 
-def _takes_a_dict(log: Callable[..., Any]) -> bool:
+def _takes_a_dict(log: Callable[..., object]) -> bool:
     try:
         inspect.signature(log).bind({})
     except TypeError:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PruneError
-from ..surgery.config_models import convert_constants, plain_class
+from ..surgery.config_models import Config, convert_constants, plain_class
 from ..surgery.config_proof import CLOSE, REMEDY, fitting_config, set_config
 from ..surgery.config_sizes import is_config
 from ..surgery.other_inputs import fresh_inputs
@@ -118,7 +118,7 @@ def _new_folder(folder: Path) -> Iterator[Path]:
         ) from error
 
 
-def _write(model: nn.Module, config: Any, folder: Path, max_shard_size: int | str) -> None:
+def _write(model: nn.Module, config: Config, folder: Path, max_shard_size: int | str) -> None:
     """Write the model with another config; the model itself is not changed."""
     twin: Any = copy.copy(model)
     allow_method(twin, "save_pretrained")

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from .gate_group import separate_gates, take_gates_out
 from .pretrained_folder import save_pretrained
 
 try:
-    from transformers import Trainer, TrainerCallback
+    from transformers import Trainer, TrainerCallback, TrainerState
 except ImportError as error:
     raise missing_package(
         "transformers", needed_for="PruningTrainer", extra="transformers"
@@ -62,10 +62,10 @@ class PruningTrainer(Trainer):
 
     def __init__(
         self,
-        *args: Any,
+        *args: object,
         pruning: Mapping[str, Any],
         example_inputs: Example | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.pruning, self.example_inputs = dict(pruning), example_inputs
@@ -124,20 +124,20 @@ class PruningTrainer(Trainer):
             self.add_callback(_BestWithinBudget(self._pruner))
         return self._pruner
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, *args: object, **kwargs: object) -> object:
         """Train as `Trainer` does, with gates in the model."""
         assert self.pruner.gates  # installed before weights are loaded and the optimizer is made
         return super().train(*args, **kwargs)
 
-    def _first_batch(self, loader: Any) -> Example:
+    def _first_batch(self, loader: Iterable[Mapping[str, object]]) -> Example:
         """Return the user's example, or the first batch, without drawing random numbers."""
         if self.example_inputs is not None:
             return self.example_inputs
         with torch.random.fork_rng(devices=[]):
-            batch: dict[str, Any] = next(iter(loader))
+            batch = next(iter(loader))
         return {name: value for name, value in batch.items() if name not in self.label_names}
 
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
+    def create_optimizer(self, *args: object, **kwargs: object) -> Optimizer:
         """Make the optimizer as `Trainer` does, move the gates, and attach the pruner."""
         optimizer: Optimizer = super().create_optimizer(*args, **kwargs)
         if self.is_fsdp_enabled:  # the model's parameters will be replaced
@@ -146,7 +146,7 @@ class PruningTrainer(Trainer):
             self._attach(optimizer)
         return optimizer
 
-    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+    def create_scheduler(self, *args: object, **kwargs: object) -> object:
         """Make the scheduler as `Trainer` does, once the optimizer has all of its groups."""
         if self.is_fsdp_enabled:
             self._attach(self.optimizer.optimizer)
@@ -159,12 +159,12 @@ class PruningTrainer(Trainer):
             separate_gates(self.pruner, optimizer)
             self.pruner.attach(optimizer)
 
-    def save_model(self, *args: Any, **kwargs: Any) -> None:
+    def save_model(self, *args: object, **kwargs: object) -> None:
         """Save as `Trainer` does, under the names that the model has now.
 
         `Trainer` stores some models under older names, and does not find these when it resumes.
         """
-        held: dict[str, Any] = self.model.__dict__
+        held: dict[str, object] = self.model.__dict__
         save = getattr(type(self.model), "save_pretrained", None)
         before = held.pop("save_pretrained", None)  # a model that is pruned again may refuse
         if save is not None:
@@ -176,7 +176,7 @@ class PruningTrainer(Trainer):
             if before is not None:
                 held["save_pretrained"] = before
 
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+    def log(self, logs: dict[str, float], *args: object, **kwargs: object) -> None:
         """Log as `Trainer` does, and add the share of the MACs and parameters that is left."""
         row = self._pruner.history[-1] if self._pruner is not None else {}
         left = {f"{key}_left": row[key] for key in ("macs", "params") if key in row}
@@ -193,7 +193,9 @@ class _BestWithinBudget(TrainerCallback):
     def __init__(self, pruner: Pruner) -> None:
         self.first = pruner.schedule.deadline(pruner.steps) if pruner.limits else pruner.steps
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: object, state: TrainerState, control: object, **kwargs: object
+    ) -> None:
         """Discard what an evaluation after an earlier step has found."""
         if state.best_global_step is not None and state.best_global_step < self.first:
             state.best_metric = state.best_global_step = state.best_model_checkpoint = None

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ..errors import PruneError
 from ..gates.folding import plain
@@ -34,7 +35,7 @@ _REMEDY = (
 )
 
 
-class PrunedYaml(dict[str, Any]):
+class PrunedYaml(dict[str, object]):
     """The `yaml` of a pruned model, without the part from which Ultralytics builds the full model.
 
     Any other trainer would build the full model from it without a warning.
@@ -77,7 +78,7 @@ class Pruning(BaseTrainer):
 
     # --- building ---------------------------------------------------------------------------------
 
-    def get_model(self, cfg: Any = None, weights: Any = None, verbose: bool = True) -> Any:
+    def get_model(self, cfg: object = None, weights: Any = None, verbose: bool = True) -> object:
         """Return the full model, the one that a run started with, or a copy of a pruned one."""
         run = getattr(weights, _RUN, None)
         if run is not None and self.resume:
@@ -91,9 +92,9 @@ class Pruning(BaseTrainer):
             )
         return deepcopy(weights).requires_grad_(True)
 
-    def build_optimizer(self, model: nn.Module, **options: Any) -> Any:
+    def build_optimizer(self, model: nn.Module, **options: object) -> Optimizer:
         """Return the optimizer, with a group for the gates that warm-up and schedule apply to."""
-        optimizer = super().build_optimizer(model=model, **options)
+        optimizer: Optimizer = super().build_optimizer(model=model, **options)
         if self.settings:
             self._check()
             size = (2, self.data["channels"], self.args.imgsz, self.args.imgsz)
@@ -151,14 +152,14 @@ class Pruning(BaseTrainer):
             average._pairs = None  # tensors with the old shapes
         average.update(self.model)
 
-    def validate(self) -> Any:
+    def validate(self) -> object:
         """Validate; a model from before the budget was met cannot be the best."""
         if self.pruner is not None and not self._landed:
             self.best_fitness, self.stopper.best_fitness = None, 0.0
             self.stopper.best_epoch, self._landed = self.epoch + 1, self.pruner.landed
         return super().validate()
 
-    def save_metrics(self, metrics: dict[str, Any]) -> None:
+    def save_metrics(self, metrics: dict[str, object]) -> None:
         """Write the metrics of an epoch, with the share of the MACs that is left."""
         if self.pruner is not None:
             metrics = {**metrics, "pruning/macs": self.pruner.history[-1]["macs"]}
@@ -183,7 +184,7 @@ class Pruning(BaseTrainer):
         finally:
             self.ema.ema = average
 
-    def _load_checkpoint_state(self, ckpt: dict[str, Any]) -> None:
+    def _load_checkpoint_state(self, ckpt: dict[str, object]) -> None:
         """Restore everything from a checkpoint, as it was."""
         if self.pruner is None:
             super()._load_checkpoint_state(ckpt)
@@ -222,7 +223,7 @@ class Pruning(BaseTrainer):
         super().final_eval()
 
 
-def _without_backbone(yaml: dict[str, Any]) -> PrunedYaml:
+def _without_backbone(yaml: dict[str, object]) -> PrunedYaml:
     return PrunedYaml({key: value for key, value in yaml.items() if key != "backbone"})
 
 

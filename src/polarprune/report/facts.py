@@ -21,7 +21,7 @@ RESOURCE_NAMES = {
     "memory": "memory (bytes)",
     "latency": "latency (ns)",
 }
-JsonObject = dict[str, Any]
+JsonObject = dict[str, Any]  # such as a card or a row of a log
 Rows = list[tuple[str, ...]]
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ..channels.graph import Graph, Plan
 from ..cost.budget import FAST, multiples
+from .facts import JsonObject
 
 _ROUTED = "what the model computes depends on the data: MACs are those of the example's path"
 
 
-def graph_facts(graph: Graph, plan: Plan) -> dict[str, Any]:
+def graph_facts(graph: Graph, plan: Plan) -> JsonObject:
     """Return the fields of a `Report` that follow from a graph and a plan for all its groups."""
     n = torch.tensor([len(plan[name]) for name in graph.prunable], device="cpu")
     return {
@@ -23,7 +22,7 @@ def graph_facts(graph: Graph, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _group_rows(graph: Graph, plan: Plan) -> list[dict[str, object]]:
+def _group_rows(graph: Graph, plan: Plan) -> list[JsonObject]:
     """Return for each group its name, its channels before and after, and why it is frozen.
 
     A prunable group also has `multiple`: how many of its units make up widths that are fast. If it

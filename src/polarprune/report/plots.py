@@ -6,7 +6,7 @@ matplotlib is an optional dependency, so it is imported when the first chart is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -299,7 +299,7 @@ def _style(panel: Axes) -> None:
     panel.spines["bottom"].set_color(MUTED)
 
 
-def _histogram(panel: Axes, row: Mapping[str, Any]) -> None:
+def _histogram(panel: Axes, row: JsonObject) -> None:
     bars(panel, row["histogram"])
     panel.set_yticks([0, 0.25, 0.5], ["0", "0.25", "0.5"])
     panel.set_title(f"step {row['step']:,}", fontsize=10, color=INK)

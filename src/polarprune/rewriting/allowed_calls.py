@@ -12,9 +12,8 @@ from __future__ import annotations
 import builtins
 import inspect
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
-from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +21,7 @@ from torch import Tensor
 
 from ..errors import PruneError
 from . import interpreter
-
-Function: TypeAlias = Callable[..., object]
+from .interpreter import Function
 
 # Element-wise operations. Each of these also exists as a method and in place (`relu_`).
 _POINTWISE = """
@@ -232,7 +230,7 @@ def takes(kind: str, target: str, count: int, names: Iterable[str]) -> bool:
         except TypeError:
             return False
         return True
-    least, known = _schema(kind, target)
+    least, known = _schema(target)
     named = set(names)
     return count + len(named) >= least and (known is None or named <= known)
 
@@ -248,7 +246,7 @@ def _signature(kind: str, target: str) -> inspect.Signature | None:
 
 
 @cache
-def _schema(kind: str, target: str) -> tuple[int, frozenset[str] | None]:
+def _schema(target: str) -> tuple[int, frozenset[str] | None]:
     """Return the minimum number of arguments of an operation of torch, and their possible names.
 
     The names are None if the operation has no schema.

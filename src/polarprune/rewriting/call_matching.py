@@ -13,10 +13,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..errors import PruneError
+from ..tracing.model_state import Args, Kwargs
 from .captured_forward import PLAIN_TYPES, CapturedForward
-
-Args = tuple[object, ...]
-Kwargs = dict[str, object]
 
 
 def form_of(args: Args, kwargs: Kwargs) -> str:

@@ -18,9 +18,9 @@ from torch.utils import _pytree as pytree
 from ..errors import PruneError
 from ..torch_internals.class_swaps import derive_class
 from ..torch_internals.patches import factories_replaced, fx_wrap_ignored
-from ..tracing.model_state import Example, as_call, restored, without_fused_paths
+from ..tracing.model_state import Args, Example, Kwargs, as_call, restored, without_fused_paths
 from .allowed_calls import FACTORIES
-from .call_matching import Args, Kwargs, form_of
+from .call_matching import form_of
 from .captured_forward import PLAIN_TYPES, CapturedForward, Refused
 from .side_effects import side_effects_refused
 from .stored_graphs import encode_graph

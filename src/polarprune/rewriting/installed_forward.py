@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from ..errors import PruneError
 from ..torch_internals.class_swaps import set_class, subclass
 from ..torch_internals.markers import class_origin, set_class_origin, set_source_graph
-from .call_matching import Args, Kwargs, graph_arguments
+from ..tracing.model_state import Args, Kwargs
+from ..tracing.recorder import Forward
+from .call_matching import graph_arguments
 from .captured_forward import CapturedForward
 from .interpreter import runner
 from .stored_graphs import decode, encode
 
 LONGEST_INDEX = 4096  # entries of a vector of integers that a graph may hold as a constant
-Forward = Callable[..., object]
 
 
 class ForwardClass:

@@ -28,11 +28,11 @@ class NodeShapes:
         """Return the tensors that a node computed in the recorded run."""
         return self.tape.node_values.get((self.path, node.name), [])
 
-    def number(self, node: fx.Node) -> Any:
+    def number(self, node: fx.Node) -> int | float | None:
         """Return the number that a node computed in the recorded run, or None."""
         return self.tape.node_numbers.get((self.path, node.name))
 
-    def number_of(self, item: Any) -> Any:
+    def number_of(self, item: object) -> Any:
         """Return an argument as a number: a constant, or what a node computed (None if none)."""
         return self.number(item) if isinstance(item, fx.Node) else item
 

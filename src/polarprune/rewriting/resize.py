@@ -9,7 +9,6 @@ is not changed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor, fx, nn
 
@@ -20,7 +19,7 @@ from .call_matching import graph_arguments
 from .captured_forward import CapturedForward
 from .node_shapes import NodeShapes
 from .resize_calls import resize_call
-from .stored_graphs import encode
+from .stored_graphs import StoredForward, encode
 from .width_arithmetic import find_width_nodes, keep_scales
 
 
@@ -47,7 +46,7 @@ def marked_forward(
     return forward
 
 
-def resized(path: str, graph: Graph, alive: Tensor) -> dict[str, Any] | None:
+def resized(path: str, graph: Graph, alive: Tensor) -> StoredForward | None:
     """Return a rewritten module's graphs for a plan, as plain data.
 
     Args:

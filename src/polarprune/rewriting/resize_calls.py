@@ -7,12 +7,13 @@ changed. `HANDLERS` maps the functions and methods of torch to them.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch.fx.node import Argument
 
 from ..channels.graph import Graph
 from ..tracing.tape import Value
@@ -115,8 +116,8 @@ def _unflatten(node: fx.Node, shapes: NodeShapes) -> bool:
 
 
 def _new_sizes(
-    out: Value, start: int, sizes: Any, shapes: NodeShapes
-) -> tuple[tuple[Any, ...], bool]:
+    out: Value, start: int, sizes: Sequence[Argument], shapes: NodeShapes
+) -> tuple[tuple[Argument, ...], bool]:
     """Return the sizes of consecutive axes after pruning, and whether one of them changed."""
     axes = range(start, start + len(sizes))
     new = tuple(
@@ -198,7 +199,7 @@ def _getitem(node: fx.Node, shapes: NodeShapes) -> bool:
     return changed
 
 
-def _new_index(index: tuple[Any, ...], source: Value, shapes: NodeShapes) -> list[Any]:
+def _new_index(index: tuple[Any, ...], source: Value, shapes: NodeShapes) -> list[Argument]:
     """Return an index of several axes, counted in the kept channels."""
     new, axis = list(index), 0
     spare = len(source.shape) - sum(item is not None and item is not Ellipsis for item in index)
@@ -212,7 +213,7 @@ def _new_index(index: tuple[Any, ...], source: Value, shapes: NodeShapes) -> lis
     return new
 
 
-def _renumbered(item: Any, kept: Tensor, shapes: NodeShapes) -> Any:
+def _renumbered(item: Argument, kept: Tensor, shapes: NodeShapes) -> Argument:
     """Return an index, a list of indices or a slice along an axis, counted in the kept channels."""
     if isinstance(item, slice):
         return slice(*_bounds(kept, shapes.number_of(item.start), shapes.number_of(item.stop)))
@@ -232,7 +233,7 @@ def _bounds(kept: Tensor, start: int | None, stop: int | None) -> tuple[int, int
     return int(kept[:low].sum()), int(kept[:high].sum())
 
 
-def _index_list(item: Any, shapes: NodeShapes) -> list[int] | None:
+def _index_list(item: object, shapes: NodeShapes) -> list[int] | None:
     """Return the indices in a list, or in a vector that the model holds; None for others."""
     if isinstance(item, (list, tuple)):
         return list(item) if all(type(n) is int for n in item) else None
@@ -241,26 +242,29 @@ def _index_list(item: Any, shapes: NodeShapes) -> list[int] | None:
     return None if data is None or data.dtype == torch.bool else [int(n) for n in data]
 
 
-def _select(node: fx.Node, shapes: NodeShapes) -> bool:
-    """Renumber `x.select(dim, index)`."""
+def _picked(node: fx.Node, shapes: NodeShapes) -> tuple[int, Argument] | None:
+    """Return the axis and the index of a selection, renumbered; None if all channels are kept."""
     source = shapes.values(node.args[0])[0]
     axis = source.axis(shapes.number_of(_argument(node, 1, "dim")))
     kept = shapes.kept_if_cut(source, axis)
-    if kept is None:
+    return None if kept is None else (axis, _renumbered(_argument(node, 2, "index"), kept, shapes))
+
+
+def _select(node: fx.Node, shapes: NodeShapes) -> bool:
+    """Renumber `x.select(dim, index)`."""
+    picked = _picked(node, shapes)
+    if picked is None:
         return False
-    index = _renumbered(_argument(node, 2, "index"), kept, shapes)
-    node.args, node.kwargs = (node.args[0], axis, index), {}
+    node.args, node.kwargs = (node.args[0], *picked), {}
     return True
 
 
 def _index_select(node: fx.Node, shapes: NodeShapes) -> bool:
     """Renumber `x.index_select(dim, index)`, as `x[:, index]`."""
-    source = shapes.values(node.args[0])[0]
-    axis = source.axis(shapes.number_of(_argument(node, 1, "dim")))
-    kept = shapes.kept_if_cut(source, axis)
-    if kept is None:
+    picked = _picked(node, shapes)
+    if picked is None:
         return False
-    order = _renumbered(_argument(node, 2, "index"), kept, shapes)
+    axis, order = picked
     node.op, node.target = "call_function", operator.getitem
     node.args, node.kwargs = (node.args[0], (*[slice(None)] * axis, order)), {}
     return True

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import chain, islice
 from typing import Any, TypeAlias
@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import PruneError
+from ..tracing.model_state import Args, Kwargs
 
 _MAX_BYTES = 2**28  # of one tensor, for inputs of any size
 _BYTES_PER_INPUT_BYTE = 256  # added to the limit for each byte of the inputs or of a child's output
@@ -31,8 +32,6 @@ _MAX_OPERATIONS = 2**14  # of torch in one call
 _MAX_DEPTH = 64  # of nested containers
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
 
-Args: TypeAlias = tuple[object, ...]
-Kwargs: TypeAlias = Mapping[str, object]
 Target: TypeAlias = Callable[..., object] | str
 Operation: TypeAlias = "OpOverload[..., object]"
 
@@ -183,7 +182,7 @@ class Watch(TorchDispatchMode):
                 self.live_bytes -= 0 if self.uses[address] else size
 
     def __torch_dispatch__(
-        self, func: Operation, types: object, args: Sequence[Any] = (), kwargs: Kwargs | None = None
+        self, func: Operation, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         """Run an operation if the tensors that it would create are small enough."""
         kwargs = kwargs or {}
@@ -279,7 +278,7 @@ def _depends_on_values(func: Operation, args: Sequence[Any]) -> bool:
     return masked and not _VALUE_TAGS.isdisjoint(func.tags)
 
 
-def _created_bytes(func: Operation, args: Sequence[Any], kwargs: Kwargs) -> Iterator[float]:
+def _created_bytes(func: Operation, args: Args, kwargs: Kwargs) -> Iterator[float]:
     """Yield the bytes of the tensors that an operation will create, as far as they are known."""
     if func._overloadpacket in _INTERNAL_BYTES:
         yield float(_INTERNAL_BYTES[func._overloadpacket](*args, **kwargs))

@@ -23,6 +23,7 @@ from .allowed_calls import ATTRIBUTES, METHODS, function_named, name_of_function
 from .captured_forward import CapturedForward
 
 Json: TypeAlias = object  # the result of `json.loads`, whose types are not known yet
+StoredForward: TypeAlias = dict[str, Json]
 Nodes: TypeAlias = Mapping[str, fx.Node]
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
@@ -78,7 +79,7 @@ def is_path(path: object) -> TypeGuard[str]:
     )
 
 
-def encode(captured: CapturedForward) -> dict[str, Any]:
+def encode(captured: CapturedForward) -> StoredForward:
     """Return a captured forward as plain data that JSON can hold.
 
     Raises:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.node import Target
 
 from ..torch_internals.class_swaps import derive_class
 from ..torch_internals.markers import source_graph
@@ -34,7 +35,7 @@ class _LayerTracer(OneThreadTracer):
         """Trace through containers only."""
         return type(m).forward is not nn.Sequential.forward
 
-    def create_proxy(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> Any:
+    def create_proxy(self, kind: str, target: Target, *args: Any, **kwargs: Any) -> Any:
         """Return a tuple for `x.chunk(2)`, so that `list(x.chunk(2))` works."""
         proxy: Any = super().create_proxy(kind, target, *args, **kwargs)
         pieces = proxy.node.args[1] if target in ("chunk", torch.chunk) else None

@@ -20,10 +20,12 @@ from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import Argument, Target
 from torch.overrides import TorchFunctionMode
 
 from ..errors import PruneError
 from ..torch_internals.patches import OneThreadTracer
+from ..tracing.model_state import Args, Kwargs
 from ..tracing.source_lines import SOURCE_LINE, user_line
 from .installed_forward import is_index_vector
 from .interpreter import expect, expect_pieces
@@ -172,7 +174,7 @@ class ValueTracer(OneThreadTracer):
         """Return the proxy of a node."""
         return ValueProxy(node, self)
 
-    def create_arg(self, a: object) -> Any:
+    def create_arg(self, a: object) -> Argument:
         """Return an argument in the form that a node holds, and refuse tensors without a name."""
         if is_proxy(a):
             return a.node
@@ -187,9 +189,9 @@ class ValueTracer(OneThreadTracer):
     def create_proxy(
         self,
         kind: str,
-        target: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, object],
+        target: Target,
+        args: Args,
+        kwargs: Kwargs,
         name: str | None = None,
         type_expr: object = None,
         proxy_factory_fn: Callable[[fx.Node], fx.Proxy] | None = None,
@@ -238,11 +240,7 @@ class ValueTracer(OneThreadTracer):
         return getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else None
 
     def call_module(
-        self,
-        m: nn.Module,
-        forward: Callable[..., object],
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
+        self, m: nn.Module, forward: Callable[..., object], args: Args, kwargs: Kwargs
     ) -> object:
         """Record the call of a child, or run the child while a value is computed."""
         if self.computing:
@@ -287,7 +285,7 @@ class ProxiesInArguments(TorchFunctionMode):
         func: Callable[..., object],
         types: tuple[type, ...],
         args: Sequence[object] = (),
-        kwargs: dict[str, object] | None = None,
+        kwargs: Kwargs | None = None,
     ) -> object:
         """Record the call if there is a proxy among the arguments."""
         kwargs = kwargs or {}

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import Argument
 from torch.utils._pytree import tree_leaves
 
 from ..tracing.tape import Value
@@ -81,12 +82,12 @@ def _keep_expectation(graph: fx.Graph, node: fx.Node, width: fx.Node, shapes: No
         graph.erase_node(node)
 
 
-def _before_pruning(node: Any, shapes: NodeShapes) -> Any:
+def _before_pruning(node: Argument, shapes: NodeShapes) -> Argument:
     """Return a number computed with the widths before pruning.
 
     It is a constant, or a node if it also depends on sizes such as the batch size.
     """
-    if node not in shapes.width_nodes:
+    if not isinstance(node, fx.Node) or node not in shapes.width_nodes:
         return node
     if _size_read_by(node, shapes) is not None:
         return shapes.number(node)
@@ -100,7 +101,7 @@ def _before_pruning(node: Any, shapes: NodeShapes) -> Any:
         return node.graph.create_node(node.op, node.target, args, kwargs)
 
 
-def _after_pruning(node: Any, shapes: NodeShapes) -> Any:
+def _after_pruning(node: Argument, shapes: NodeShapes) -> Argument:
     """Return a number computed with the widths after pruning, for the sizes of the example."""
     if not isinstance(node, fx.Node):
         return node
@@ -113,10 +114,12 @@ def _after_pruning(node: Any, shapes: NodeShapes) -> Any:
     if counted:
         return math.prod(shapes.size(counted[0], axis) for axis in range(len(counted[0].shape)))
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _after_pruning(n, shapes))
-    return cast(Any, node.target)(*args, **kwargs) if node.op == "call_function" else None
+    return None if isinstance(node.target, str) else node.target(*args, **kwargs)
 
 
-def resized_argument(user: fx.Node, given: Any, shapes: NodeShapes, old: int, new: int) -> Any:
+def resized_argument(
+    user: fx.Node, given: Argument, shapes: NodeShapes, old: int, new: int
+) -> Argument:
     """Return an argument of `user` that was `old` and has to be `new`.
 
     If it depends on more than widths, it stays a formula, because the next batch may have another
@@ -131,9 +134,9 @@ def resized_argument(user: fx.Node, given: Any, shapes: NodeShapes, old: int, ne
     count, rest = _factors(trained)
     with graph.inserting_before(user):
         if not rest or count * new % old:
-            graph.call_function(expect, (trained, shapes.number(given)))
+            graph.call_function(expect, (trained, shapes.number_of(given)))
             return new
-        found: Any = count * new // old
+        found: fx.Node | int = count * new // old
         for factor in rest:
             found = graph.call_function(operator.mul, (factor, found))
     return found
@@ -161,7 +164,7 @@ def _reads_width(node: fx.Node, shapes: NodeShapes) -> bool:
     return counted is not None and bool(counted[1])
 
 
-def _elements_counted_by(node: Any, shapes: NodeShapes) -> tuple[Value, list[int]] | None:
+def _elements_counted_by(node: fx.Node, shapes: NodeShapes) -> tuple[Value, list[int]] | None:
     """Return the tensor whose elements a node counts, and its axes that change; None otherwise."""
     if node.target not in ("numel", "nelement", torch.numel) or len(node.args) != 1:
         return None
@@ -171,7 +174,9 @@ def _elements_counted_by(node: Any, shapes: NodeShapes) -> tuple[Value, list[int
     return values[0], [k for k in range(len(values[0].shape)) if shapes.changed(values[0], k)]
 
 
-def _count_before_pruning(node: fx.Node, shapes: NodeShapes, value: Value, axes: list[int]) -> Any:
+def _count_before_pruning(
+    node: fx.Node, shapes: NodeShapes, value: Value, axes: list[int]
+) -> Argument:
     """Return the number of elements with all channels, for any batch size, height or length."""
     left = math.prod(shapes.size(value, axis) for axis in axes)
     if not left:
@@ -183,7 +188,7 @@ def _count_before_pruning(node: fx.Node, shapes: NodeShapes, value: Value, axes:
         return node.graph.call_function(operator.mul, (each, before))
 
 
-def _size_read_by(node: Any, shapes: NodeShapes) -> tuple[Value, int] | None:
+def _size_read_by(node: fx.Node, shapes: NodeShapes) -> tuple[Value, int] | None:
     """Return the tensor and the axis if a node reads a size, else None."""
     if node.target == "size" and len(node.args) == 2:
         values, axis = shapes.values(node.args[0]), shapes.number_of(node.args[1])
@@ -196,7 +201,7 @@ def _size_read_by(node: Any, shapes: NodeShapes) -> tuple[Value, int] | None:
     return (values[0], axes[axis]) if values and isinstance(axis, int) else None
 
 
-def _shape_read_by(node: Any, shapes: NodeShapes) -> tuple[list[Value], list[int]]:
+def _shape_read_by(node: Argument, shapes: NodeShapes) -> tuple[list[Value], list[int]]:
     """Return the tensor and the axes if a node is a shape or a slice of one."""
     if not isinstance(node, fx.Node):
         return [], []

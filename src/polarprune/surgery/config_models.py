@@ -9,6 +9,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..torch_internals.markers import class_origin
+from ..tracing.model_state import Args, Kwargs
 from .repeatable_runs import TorchFunction
 
 Config = Any  # an object of another library
@@ -18,11 +19,7 @@ class _WithoutWeights(TorchFunctionMode):
     """Allocate no memory for weights, which layers create with `torch.empty`, unlike constants."""
 
     def __torch_function__(
-        self,
-        func: TorchFunction,
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
+        self, func: TorchFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         """Run one function of torch; `torch.empty` on the meta device."""
         kwargs = kwargs or {}

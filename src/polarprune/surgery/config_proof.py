@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +107,7 @@ def _difference_explained(model: nn.Module, config: Config, gap: float) -> str:
     )
 
 
-def _constants(model: nn.Module) -> list[tuple[str, Any]]:
+def _constants(model: nn.Module) -> list[tuple[str, object]]:
     """Return the constant tensors and the numbers that modules hold, integers last."""
     stored = model.state_dict().keys()
     tensors = [(name, x) for name, x in model.named_buffers() if name not in stored]
@@ -121,7 +120,7 @@ def _constants(model: nn.Module) -> list[tuple[str, Any]]:
     return [*tensors, *sorted(held, key=lambda pair: isinstance(pair[1], int))]
 
 
-def _differs(value: Any, built: nn.Module, name: str) -> bool:
+def _differs(value: object, built: nn.Module, name: str) -> bool:
     """Return whether the module of the same path in another model holds another value."""
     path, _, leaf = name.rpartition(".")
     other = getattr(built.get_submodule(path), leaf, None)

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..errors import PruneError
 from ..tracing.copying import copy_model
-from ..tracing.model_state import Example, named_tensors
+from ..tracing.model_state import Args, Example, Kwargs, named_tensors
 from ..tracing.recorder import record
 from .repeatable_runs import TorchFunction
 
@@ -47,24 +47,23 @@ class StaysWide(TorchFunctionMode):
         self.wide = wide
 
     def __torch_function__(
-        self,
-        func: TorchFunction,
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
+        self, func: TorchFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         """Run one function of torch with the wide dtype in place of narrower ones."""
         if func in _CASTS and _CASTS[func] in _NARROW[self.wide]:
             return cast(Tensor, args[0]).to(self.wide)
         if func in _READS_BYTES:
             return func(*args, **(kwargs or {}))
-        named = {key: self._widened(value) for key, value in (kwargs or {}).items()}
-        return func(*map(self._widened, args), **named)
+        args = tuple([self._widened(value) for value in args])
+        if kwargs is None:
+            return func(*args)
+        return func(*args, **{key: self._widened(value) for key, value in kwargs.items()})
 
     def _widened(self, argument: object) -> object:
         """Return the wide dtype for a narrower one, and any other argument as it is."""
-        is_narrow = isinstance(argument, torch.dtype) and argument in _NARROW[self.wide]
-        return self.wide if is_narrow else argument
+        if type(argument) is torch.dtype and argument in _NARROW[self.wide]:
+            return self.wide
+        return argument
 
 
 class StaysDouble(StaysWide):

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
 from ..errors import PruneError
+from ..rewriting.stored_graphs import StoredForward
 from ..tracing.model_state import named_tensors
 
 OTHER_MODEL = (
@@ -51,12 +51,12 @@ class Recipe:
     identities: list[str] = field(default_factory=list)
     hollow: list[str] = field(default_factory=list)
     heads: dict[str, list[int]] = field(default_factory=dict)
-    rewired: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rewired: dict[str, StoredForward] = field(default_factory=dict)
     removed: dict[str, list[str]] = field(default_factory=dict)
     computed: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the fields as a dict that `json.dumps` accepts."""
         return dict(vars(self))
 

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..rewriting.parametrizations import settle_weights
 from ..torch_internals.patches import full_float32_precision
-from ..tracing.model_state import named_tensors, restored
+from ..tracing.model_state import Args, Kwargs, named_tensors, restored
 
 TorchFunction = Callable[..., object]
 
@@ -25,11 +25,7 @@ class _NoRandomness(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self,
-        func: TorchFunction,
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
+        self, func: TorchFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         """Run one function of torch without randomness."""
         kwargs = kwargs or {}

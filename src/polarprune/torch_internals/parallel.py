@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _FSDP = "torch.distributed.fsdp"
 _SIMPLE_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 _KEPT = ("__dict__", "__weakref__", "__doc__", "__module__")
+Hooks = TypeVar("Hooks", bound=dict[int, Callable[..., object]])
 
 
 def in_group() -> bool:
@@ -98,7 +99,7 @@ def rewrap(wrapper: DistributedDataParallel) -> None:
     state["_module_parameters"] = [one for name, one in named if name not in ignored]
     state["_has_rebuilt_buckets"] = False
     state["_static_graph_delay_allreduce_enqueued"] = False  # the graph has changed
-    cast(Any, wrapper).__setstate__(state)
+    wrapper.__setstate__(state)
     for hook, given in wrapper._comm_hooks:
         cast(Any, torch.distributed)._register_comm_hook(wrapper.reducer, given, hook)
 
@@ -152,12 +153,12 @@ def shard_together(modules: Sequence[nn.Module], mesh: DeviceMesh) -> None:
     contract = importlib.import_module("torch.distributed._composable.contract")
     for module in modules:
         vars(module).get(contract.REGISTRY_KEY, {}).pop("replicate", None)
-    cast(Any, fsdp()).fully_shard(list(modules), mesh=mesh, reshard_after_forward=False)
+    sys.modules[_FSDP].fully_shard(list(modules), mesh=mesh, reshard_after_forward=False)
 
 
 def has_root(module: FSDPModule) -> bool:
     """Return whether the module has an FSDP2 root: a parent with `fully_shard` that has run."""
-    return cast(Any, module)._get_fsdp_state()._is_root is False
+    return module._get_fsdp_state()._is_root is False
 
 
 def follow_parametrizations(model: nn.Module) -> None:
@@ -166,7 +167,7 @@ def follow_parametrizations(model: nn.Module) -> None:
     FSDP2 replaces a parameter by module and name, and `register_parametrization` moves it.
     """
     for module in sharded_modules(model):
-        state = cast(Any, module)._get_fsdp_state()
+        state = module._get_fsdp_state()
         one = getattr(state, "_fsdp_param_group", None)  # the only one in older versions of torch
         for group in getattr(state, "_fsdp_param_groups", [one] if one else []):
             for param in group.fsdp_params:
@@ -223,14 +224,14 @@ def _own_class(family: type[nn.Module]) -> type[nn.Module]:
     return type(family.__name__, tuple(map(_own_class, family.__bases__)), members)
 
 
-def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def _deepcopy(module: nn.Module, memo: dict[int, object]) -> nn.Module:
     new = type(module).__new__(type(module))
     memo[id(module)] = new
     vars(new).update(copy.deepcopy(vars(module), memo))
     return new
 
 
-def _unhooked(table: dict[Any, Any]) -> dict[Any, Any]:
+def _unhooked(table: Hooks) -> Hooks:
     """Return a copy of a table of hooks without those of FSDP2."""
     kept = [(key, value) for key, value in table.items() if not _is_of_fsdp(value)]
     return table if len(kept) == len(table) else type(table)(kept)

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from operator import is_
 from types import CellType, FunctionType
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,10 @@ from ..torch_internals.markers import attached_state
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN: tuple[type, ...] = (dict, OrderedDict)
 _TABLES = ("_parameters", "_buffers", "_modules")
+Key = TypeVar("Key")
 
 
-def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+def copy_model(model: nn.Module, memo: dict[int, object] | None = None) -> nn.Module:
     """Return a deep copy of a model.
 
     torch copies neither activations that a module still holds nor scripted functions. The copy
@@ -58,7 +59,7 @@ def _held_leaves(module: nn.Module) -> Iterator[object]:
             yield from tree_leaves(held)
 
 
-def _rebind_functions(held: dict[Any, Any], memo: dict[int, Any]) -> None:
+def _rebind_functions(held: dict[Key, object], memo: dict[int, object]) -> None:
     """Let functions in a copied model, such as hooks, refer to the copy instead of the original."""
     for key, value in held.items():
         if isinstance(value, FunctionType) and (value.__closure__ or value.__defaults__):
@@ -67,7 +68,7 @@ def _rebind_functions(held: dict[Any, Any], memo: dict[int, Any]) -> None:
             _rebind_functions(value, memo)
 
 
-def _rebound(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
+def _rebound(function: FunctionType, memo: dict[int, object]) -> FunctionType:
     """Return the function with copies in place of the originals in its closure and defaults."""
     try:
         cells = [cell.cell_contents for cell in function.__closure__ or ()]

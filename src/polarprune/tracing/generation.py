@@ -12,13 +12,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import PruneError
-from .model_state import Example, as_call, tensors_in
+from .model_state import Example, Kwargs, as_call, tensors_in
 
 _CACHE = "past_key_values"
 _CACHE_CLASS = ("transformers.cache_utils", "Cache")
@@ -86,7 +85,7 @@ def answers(
     example: Example,
     *,
     generates: bool,
-    further: dict[str, Any] | None = None,
+    further: Kwargs | None = None,
     between: Callable[[object], None] = lambda cache: None,
 ) -> Answer:
     """Run the model and return the tensors of its output that a user reads.
@@ -119,7 +118,7 @@ def answers(
     return Answer(parts.read, split(more).read)
 
 
-def further_call(model: nn.Module, example: Example) -> dict[str, Any]:
+def further_call(model: nn.Module, example: Example) -> Kwargs:
     """Return the arguments of a call with one more token, apart from the cache.
 
     Empty if the example has no tokens under a name that transformers use, or holds a cache itself.
@@ -130,7 +129,7 @@ def further_call(model: nn.Module, example: Example) -> dict[str, Any]:
         return {}
 
 
-def _further_call(model: nn.Module, example: Example) -> dict[str, Any]:
+def _further_call(model: nn.Module, example: Example) -> Kwargs:
     given = _by_name(model, example)
     decoder = "decoder_" if _DECODER_TOKENS in inspect.signature(model.forward).parameters else ""
     name, tokens = _token(given, decoder)
@@ -141,12 +140,13 @@ def _further_call(model: nn.Module, example: Example) -> dict[str, Any]:
         kept |= {key: given[key] for key in ("input_ids", "inputs_embeds") if key in given}
     for key, lengthen in _LENGTHEN.items():
         key = decoder + key if key != "cache_position" else key
-        if isinstance(kept.get(key), Tensor):
-            kept[key] = lengthen(kept[key])
+        held = kept.get(key)
+        if isinstance(held, Tensor):
+            kept[key] = lengthen(held)
     return {**kept, name: tokens}
 
 
-def _by_name(model: nn.Module, example: Example) -> dict[str, Any]:
+def _by_name(model: nn.Module, example: Example) -> Kwargs:
     """Return the arguments of the call by name; empty if they have none."""
     args, kwargs = as_call(example)
     signature = inspect.signature(model.forward)
@@ -159,7 +159,7 @@ def _by_name(model: nn.Module, example: Example) -> dict[str, Any]:
     return found
 
 
-def _token(given: Mapping[str, Any], decoder: str) -> tuple[str, Tensor | None]:
+def _token(given: Mapping[str, object], decoder: str) -> tuple[str, Tensor | None]:
     """Return one more token, taken from the given ones, and the name of its argument."""
     ids, embedded = f"{decoder}input_ids", f"{decoder}inputs_embeds"
     for name, source in ((ids, ids), (embedded, embedded), (ids, "labels"), (ids, "input_ids")):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,8 +34,8 @@ def macs_of(
     func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object
 ) -> int:
     """Return the MACs of a call, or 0 for operations without a formula."""
-    packet: Any = func._overloadpacket
-    formula: Any = _WRAPPED.get(packet) or flop_registry.get(packet)
+    packet = func._overloadpacket
+    formula = _WRAPPED.get(packet) or flop_registry.get(packet)
     if formula is None:
         return 0
     by_shape = getattr(formula, "__wrapped__", None)  # skips torch's search for tensors in trees

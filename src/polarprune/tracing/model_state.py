@@ -10,21 +10,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..torch_internals.patches import fused_kernels_off
 from .schemas import written_arguments
 
-Example = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
+Example = Tensor | tuple[object, ...] | list[Any] | Mapping[str, object]
+Args = tuple[object, ...]  # of a call, by position
+Kwargs = dict[str, object]  # of a call, by keyword
 Slot = tuple[nn.Module, str]  # a module and the name of an attribute or buffer
-Held = tuple[dict[str, Any], str, Any]  # a table, a key in it, and what was there
+Held = tuple[dict[str, Any], str, object]  # a table, a key in it, and what was there
 
 
 # --- inputs and outputs ---------------------------------------------------------------------------
 
 
-def as_call(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_call(example: Example) -> tuple[Args, Kwargs]:
     """Return the positional and keyword arguments with which the model is called."""
     if isinstance(example, Mapping):
         return (), dict(example)
@@ -167,7 +170,7 @@ class _SavesWrites(TorchDispatchMode):
                 self._waiting.setdefault(_memory(tensor), []).append(tensor)
 
     def __torch_dispatch__(
-        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+        self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         """Save what the operation overwrites, then perform it."""
         kwargs = kwargs or {}

@@ -8,7 +8,6 @@ as soon as placeholder values reach something that depends on values.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .mac_count import macs_of
-from .model_state import named_tensors
+from .model_state import Args, Kwargs, named_tensors
 from .schemas import (
     changes_shape_in_place,
     draws_random_numbers,
@@ -116,7 +115,7 @@ class OpRecorder(TorchDispatchMode):
         """Return the values of all tensors in a tree."""
         return [self.value(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
-    def _replaced(self, tree: Any) -> Any:
+    def _replaced(self, tree: object) -> Any:
         """Return arguments of an operation with values in place of tensors."""
         if isinstance(tree, Tensor):
             return self.value(tree)
@@ -127,7 +126,7 @@ class OpRecorder(TorchDispatchMode):
     # --- operations ---
 
     def __torch_dispatch__(
-        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+        self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         """Record the operation, and return its result or a placeholder."""
         kwargs = kwargs or {}
@@ -146,18 +145,14 @@ class OpRecorder(TorchDispatchMode):
             self._track_real_values(op, is_placeholder)
         return out
 
-    def _perform(
-        self, func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]
-    ) -> object:
+    def _perform(self, func: OpOverload, args: Args, kwargs: Kwargs) -> object:
         try:
             return func(*args, **kwargs)
         except Exception:  # the model's code may catch it, so it may depend on values
             self.tape.needs_values = True
             raise
 
-    def _op(
-        self, func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object], out: object
-    ) -> Op:
+    def _op(self, func: OpOverload, args: Args, kwargs: Kwargs, out: object) -> Op:
         """Return the record of an operation that was performed."""
         replaced = self._replaced(tuple(args))
         named = {key: self._replaced(item) for key, item in kwargs.items()}

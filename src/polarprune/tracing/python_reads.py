@@ -7,13 +7,14 @@ read (`watched_sizes`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from .model_state import Args, Kwargs
 from .op_recorder import OpRecorder
 from .source_lines import user_line
 from .watched_sizes import watched_count, watched_size, watched_sizes
@@ -53,7 +54,11 @@ class PythonReads(TorchFunctionMode):
         self.watch_sizes = watch_sizes
 
     def __torch_function__(
-        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: Args = (),
+        kwargs: Kwargs | None = None,
     ) -> object:
         """Call the function, and note what it reads."""
         kwargs = kwargs or {}
@@ -64,9 +69,7 @@ class PythonReads(TorchFunctionMode):
             return self._watched(func, args, kwargs, found)
         return found
 
-    def _note_read(
-        self, func: object, args: tuple[object, ...], kwargs: Mapping[str, object]
-    ) -> None:
+    def _note_read(self, func: object, args: Args, kwargs: Kwargs) -> None:
         recorder = self.recorder
         values = recorder.values((args, kwargs))
         recorder.tape.needs_values |= any(value.root not in recorder.real for value in values)

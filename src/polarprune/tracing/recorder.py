@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +25,7 @@ from .tape import Tape, Value
 from .watched_sizes import plain, watch_attributes
 
 Mark = Callable[[str, object], None]  # the name of a node in a captured graph, and its result
-Forward = Callable[..., Any]
+Forward = Callable[..., object]
 MakeForward = Callable[[nn.Module, Mark], Forward]
 TRACING_SEED = 0x5EED_0F_A_7ACE  # unlikely to be chosen by the model's own code
 

@@ -48,13 +48,14 @@ class AttributeOf:
 
 
 Leaf = SizeOf | AttributeOf
+Method = Callable[..., object]
 
 
 @dataclass(eq=False)
 class Expression:
     """How a number was computed from sizes."""
 
-    function: Callable[..., Any] | None  # None for a leaf or a constant
+    function: Method | None  # None for a leaf or a constant
     inputs: tuple[Any, ...]  # expressions; or the leaf or the constant
     leaves: frozenset[Leaf] = frozenset()
     depth: int = 0
@@ -79,14 +80,14 @@ class Expression:
         (given,) = self.inputs
         return isinstance(given, Leaf) or (isinstance(given, (int, float)) and given > 0)
 
-    def value(self, read: Callable[[Leaf], int]) -> Any:
+    def value(self, read: Callable[[Leaf], int]) -> object:
         """Return the value for other sizes of the leaves, or None if it cannot be computed."""
         try:
             return self._value(read, {})
         except (ArithmeticError, ValueError, TypeError):
             return None
 
-    def _value(self, read: Callable[[Leaf], int], known: dict[int, Any]) -> Any:
+    def _value(self, read: Callable[[Leaf], int], known: dict[int, object]) -> object:
         if id(self) not in known:
             if self.function is None:
                 (given,) = self.inputs
@@ -212,7 +213,7 @@ class WatchedFloat(_Watched, float):
     """A float that was computed from a size."""
 
 
-def plain(number: Any) -> Any:
+def plain(number: object) -> Any:
     """Return the number as an int or float. (`int(number)` would be logged.)"""
     if isinstance(number, WatchedInt):
         return int.__int__(number)
@@ -245,7 +246,6 @@ def _computed(function: Callable[..., object], log: SizeLog, *given: object) -> 
 
 # --- the methods of watched numbers ---------------------------------------------------------------
 
-Method = Callable[..., object]
 _BINARY: dict[str, Method] = {
     **{name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "floordiv")},
     **{name: getattr(operator, name) for name in ("mod", "pow", "lshift", "rshift", "xor")},
@@ -261,7 +261,7 @@ _ROUNDING: set[Method] = {
     *(_BINARY[name] for name in ("floordiv", "mod", "rshift", "and", "or", "xor")),
     *(_UNARY[name] for name in ("floor", "ceil", "trunc", "round")),
 }
-_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+_COMPARISONS: dict[str, Method] = {
     name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
 }
 _CONVERSIONS = ("int", "float", "str", "repr", "format", "hash")  # the result is not watched
@@ -283,7 +283,7 @@ def _unary(function: Method) -> Method:
     return method
 
 
-def _comparison(function: Callable[[Any, Any], bool]) -> Method:
+def _comparison(function: Method) -> Method:
     def method(self: _Watched, other: object) -> object:
         if not isinstance(other, (int, float)):
             return NotImplemented

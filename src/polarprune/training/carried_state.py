@@ -9,12 +9,16 @@ copy has no state of its own.
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
+from ..errors import PruneError
+from ..rewriting.parametrizations import is_gated, parametrized
 from ..torch_internals.markers import STATE, attach_state, is_gate_part
-from .state_bytes import State, decode, encode
+from ..validation.pruner_state import State
+from .state_bytes import decode, encode
 
 
 class Run(Protocol):
@@ -55,7 +59,7 @@ class CarriedState:
         self.model = None if model is None else weakref.ref(model)
 
     def __call__(
-        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object
+        self, module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: object
     ) -> None:
         """Add the entry to a state dict, in which no tensor of a gate shares memory."""
         _separate_gates(state, prefix)
@@ -65,10 +69,11 @@ class CarriedState:
             state[prefix + STATE] = encode(found, device, self.run.entry_size())
 
     def before_load(
-        self, module: nn.Module, state: dict[str, Any], prefix: str, *others: object
+        self, module: nn.Module, state: dict[str, Tensor], prefix: str, *others: object
     ) -> None:
         """Remove the entry from a state dict, and give the model its widths."""
-        entry = state.pop(prefix + STATE, None)
+        _check_has_gates(module, state, prefix)
+        entry: object = state.pop(prefix + STATE, None)
         _give_all_names(module, state, prefix)
         if self.run is not None:
             entry = self.run.shared_entry(entry)
@@ -86,7 +91,7 @@ class CarriedState:
 
     def leave(self, module: nn.Module) -> None:
         """Remove these hooks from a module."""
-        tables: tuple[dict[int, Any], ...] = (
+        tables: tuple[dict[int, Callable[..., object]], ...] = (
             module._state_dict_hooks,
             module._load_state_dict_pre_hooks,
             module._load_state_dict_post_hooks,
@@ -98,7 +103,7 @@ class CarriedState:
                     del table[key]
         vars(module).pop(STATE, None)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CarriedState:
+    def __deepcopy__(self, memo: dict[int, object]) -> CarriedState:
         """Return the hooks of a copy, and register the copy with the pruner."""
         original = None if self.model is None else self.model()
         run = None if self.origin is None else self.origin()
@@ -113,7 +118,7 @@ class CarriedState:
         return CarriedState, (None, None, None)
 
 
-def _separate_gates(state: dict[str, Any], prefix: str) -> None:
+def _separate_gates(state: dict[str, Tensor], prefix: str) -> None:
     """Copy tensors of gates that a state dict holds under several names: safetensors needs that.
 
     Parameters themselves (`keep_vars=True`) stay.
@@ -126,7 +131,17 @@ def _separate_gates(state: dict[str, Any], prefix: str) -> None:
             seen.add(tensor.data_ptr())
 
 
-def _give_all_names(model: nn.Module, state: dict[str, Any], prefix: str) -> None:
+def _check_has_gates(model: nn.Module, state: dict[str, Tensor], prefix: str) -> None:
+    """Refuse weights of the model without gates; with `strict=False`, torch would skip them."""
+    for name, _, _, parts in parametrized(model):
+        if prefix + name in state and is_gated(parts):
+            raise PruneError(
+                f"load_state_dict: {prefix}{name} is of the model without gates. Load such weights "
+                f"before the Pruner is built, or the state of a gated model. Nothing was changed."
+            )
+
+
+def _give_all_names(model: nn.Module, state: dict[str, Tensor], prefix: str) -> None:
     """Add the other names of gates of which a state dict has one.
 
     A gate is in the model as often as weights read it; `torch.distributed.checkpoint` spreads the

@@ -36,7 +36,7 @@ from .rebuild import (
     ungated,
 )
 
-_FIRST = 0.2  # share of the MACs that must have closed since the last compaction for compact="auto"
+_FIRST = 0.125  # compact="auto" waits until this share of the MACs has closed since the last time
 _LAST = 0.05  # the same once the budget is met, as nothing more will close
 _WORTHWHILE = 0.02  # share of all steps that a compaction must save
 _TOLERANCE = 1e-4

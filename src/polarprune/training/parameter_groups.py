@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -13,14 +13,15 @@ from ..errors import PruneError
 
 _GATED = re.compile(r"parametrizations\.(\w+)\.original\d*$")
 NoDecay = bool | str | Iterable[str]
+ParameterGroup = dict[str, Any]  # as an optimizer takes it
 
 
 def weight_groups(
     model: nn.Module,
     gates: Iterable[nn.Parameter],
-    options: dict[str, Any],
+    options: Mapping[str, object],
     no_decay: NoDecay,
-) -> list[dict[str, Any]]:
+) -> list[ParameterGroup]:
     """Return the groups of all parameters but the gates.
 
     Args:

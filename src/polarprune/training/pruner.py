@@ -33,13 +33,12 @@ from ..validation.arguments import (
     plain_uniform,
 )
 from ..validation.optimizers import check_gates, check_known, check_rates, raw_optimizers
-from ..validation.pruner_state import check_state
+from ..validation.pruner_state import State, check_state
 from ..validation.run import check_done, check_finite, check_weights, warn_of_early_export
-from .parameter_groups import NoDecay, weight_groups
+from .parameter_groups import NoDecay, ParameterGroup, weight_groups
 from .rebuild import check_held
 from .run import PruningRun
 from .schedule import Schedule
-from .state_bytes import State
 
 
 class Pruner(PruningRun):
@@ -66,8 +65,8 @@ class Pruner(PruningRun):
         schedule: how ε and the cost decrease over the steps.
         rules: rules for unknown operations, `{torch.ops.…: rule}` (see `polarprune.rules`).
         norms: make channels prunable that layer, RMS and group norms mix (see `trace`).
-        compact: "auto" calls `compact()` whenever a fifth of the MACs has closed, as long as enough
-            steps remain. Steps and MACs decide, never a clock.
+        compact: "auto" calls `compact()` whenever an eighth of the MACs has closed, as long as
+            enough steps remain. Steps and MACs decide, never a clock.
 
     Attributes:
         gates: the gate of each prunable group, by group name.
@@ -144,7 +143,7 @@ class Pruner(PruningRun):
 
     def param_groups(
         self, lr: float, weight_decay: float | None = None, *, no_decay: NoDecay = False, **kw: Any
-    ) -> list[dict[str, Any]]:
+    ) -> list[ParameterGroup]:
         """Return parameter groups for an optimizer: the model's weights, and the gates.
 
         Args:
@@ -180,7 +179,8 @@ class Pruner(PruningRun):
             *others: optimizers of other parameters; `compact` cuts their state, too.
 
         Raises:
-            PruneError: if the optimizer does not hold the gates, or decays them.
+            PruneError: if the optimizer does not hold the gates, or decays them, or another one
+                holds gates, too.
 
         Example:
             >>> pruner.attach(optimizer)
@@ -190,7 +190,7 @@ class Pruner(PruningRun):
             raise PruneError("attach: this pruner is attached already; one optimizer is enough.")
         for one in (optimizer, *rest):
             self._compaction.drop_removed(one)
-        check_gates(self._named_alphas(), self._stepper.alphas, optimizer)
+        check_gates(self._named_alphas(), self._stepper.alphas, optimizer, rest)
         if self._compaction.automatic:
             check_held(self.model, (optimizer, *rest), "attach(optimizer, other)")
         self._optimizer, self._others = optimizer, tuple(rest)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +32,7 @@ from ..surgery.proof import example_for
 from ..torch_internals.parallel import in_group, is_distributed, only_makes_state
 from ..tracing.model_state import Example
 from ..validation.optimizers import raw_optimizers
-from ..validation.pruner_state import check_state
+from ..validation.pruner_state import State, check_state
 from ..validation.run import (
     check_finite,
     check_prunable,
@@ -43,10 +42,11 @@ from ..validation.run import (
 from .carried_state import carry_state
 from .compaction import Compaction
 from .export import Exporter
+from .parameter_groups import ParameterGroup
 from .processes import Processes
 from .rebuild import gates_in
 from .schedule import Schedule
-from .state_bytes import State, size_of_header
+from .state_bytes import size_of_header
 from .steering import Progress, Row, Steering
 from .step_check import StepCheck, note_step
 from .stepper import Stepper
@@ -191,7 +191,7 @@ class PruningRun:
         rate: float | Tensor = self._gate_group(self._optimizer)["lr"]
         return rate
 
-    def _gate_group(self, optimizer: Optimizer) -> dict[str, Any]:
+    def _gate_group(self, optimizer: Optimizer) -> ParameterGroup:
         """Return the parameter group that holds the (first) gates."""
         first = id(self._stepper.alphas[0])
         for group in optimizer.param_groups:

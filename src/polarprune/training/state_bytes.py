@@ -7,7 +7,6 @@ the metadata. They are joined on the device, so that encoding a state does not w
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -15,8 +14,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from ..errors import PruneError
-
-State = dict[str, Any]  # of a pruner: tensors and plain data
+from ..validation.pruner_state import State
 
 _NAME = "polarprune"  # of the plain data in the metadata
 _TENSOR = "tensor"  # in the plain data, {"tensor": "3"} stands for the tensor of this name

@@ -6,15 +6,14 @@ state of the optimizer has it, too. torch keeps options that an optimizer does n
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..errors import PruneError
+from .parameter_groups import ParameterGroup
 
 _STEP = "polarprune_step"
 _ACCEPT = "to continue as it is now, call pruner.load_state_dict(pruner.state_dict())"
 
 
-def note_step(group: dict[str, Any], step: int) -> None:
+def note_step(group: ParameterGroup, step: int) -> None:
     """Write the number of steps done into the parameter group of the gates."""
     group[_STEP] = step
 
@@ -26,7 +25,7 @@ class StepCheck:
         self._foreign_gates = False  # gates were loaded that are not those of the pruner's state
         self._awaits_optimizer = False  # the model's state was loaded, the optimizer's is unknown
 
-    def __call__(self, step: int, group: dict[str, Any] | None = None) -> None:
+    def __call__(self, step: int, group: ParameterGroup | None = None) -> None:
         """Raise unless all parts are of this step.
 
         Args:
@@ -49,7 +48,7 @@ class StepCheck:
             )
         self._awaits_optimizer = False
 
-    def attached(self, group: dict[str, Any], step: int) -> None:
+    def attached(self, group: ParameterGroup, step: int) -> None:
         """Note that an optimizer was attached, whose state may have been loaded already."""
         group.setdefault(_STEP, 0 if self._awaits_optimizer else step)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -116,7 +116,7 @@ def keep_patterns(keep: object) -> tuple[str, ...]:
     return found
 
 
-def checked_rules(rules: object) -> dict[Any, Rule]:
+def checked_rules(rules: object) -> dict[object, Rule]:
     """Return the user's rules; an error that a rule raises names the rule."""
     if rules is None:
         return {}

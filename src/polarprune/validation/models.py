@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PruneError
+from ..torch_internals.markers import is_compiled
 from ..torch_internals.parallel import (
     is_distributed,
     is_sharded,
@@ -54,7 +55,7 @@ def check_is_model(model: object) -> None:
 def _check_not_wrapped(model: nn.Module) -> None:
     """Refuse compiled and parallel models: gates are installed first, wrappers come after."""
     name = type(model).__name__
-    compiled = [path for path, module in model.named_modules() if _is_compiled(module)]
+    compiled = [path for path, module in model.named_modules() if is_compiled(module)]
     if compiled:
         raise PruneError(
             f"{compiled[0] or 'the model'} is compiled: give polarprune the plain model first, and "
@@ -119,10 +120,6 @@ def check_not_tensor_parallel(model: nn.Module) -> None:
             f"give the Pruner the model that fully_shard was applied to. Tensor-parallel layers "
             f"(parallelize_module) cannot be pruned; parallelize the exported model instead."
         )
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 def check_example(arguments: Iterable[object], device: torch.device | None) -> None:

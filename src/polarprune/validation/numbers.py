@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from numbers import Integral, Real
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 
-def is_number(value: Any) -> TypeGuard[float]:
+def is_number(value: object) -> TypeGuard[float]:
     """Return True for a finite real number that is not a bool."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return False

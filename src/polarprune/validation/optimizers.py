@@ -41,9 +41,12 @@ def _has_hooks(optimizer: object) -> bool:
 
 
 def check_gates(
-    gates: Mapping[str, nn.Parameter], own: Iterable[Tensor], optimizer: Optimizer
+    gates: Mapping[str, nn.Parameter],
+    own: Iterable[Tensor],
+    optimizer: Optimizer,
+    others: Iterable[Optimizer],
 ) -> None:
-    """Require that the optimizer holds the pruner's gates, without weight decay."""
+    """Require that this optimizer alone holds the pruner's gates, without weight decay."""
     if any(alpha is not mine for alpha, mine in zip(gates.values(), own, strict=True)):
         raise PruneError(
             "attach: the gates are other tensors than the pruner installed. Load weights before "
@@ -54,7 +57,21 @@ def check_gates(
             "attach: the gates are in half precision, which is too coarse for their steps. Convert "
             "the model before the Pruner is built; its gates then stay in float32."
         )
-    _check_groups({id(alpha): name for name, alpha in gates.items()}, optimizer)
+    names = {id(alpha): name for name, alpha in gates.items()}
+    _check_groups(names, optimizer)
+    for other in others:
+        held = _held(names, other)
+        if held:
+            raise PruneError(
+                f"attach: two optimizers hold gates (for one, of {names[min(held)]}). Parameters "
+                f"of a gated layer include its gates: leave them out of all but the first "
+                f"optimizer, or take the parameters of the other ones before the Pruner is built."
+            )
+
+
+def _held(names: Mapping[int, str], optimizer: Optimizer) -> set[int]:
+    """Return the ids of the gates that an optimizer holds."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"]} & set(names)
 
 
 def _check_groups(names: Mapping[int, str], optimizer: Optimizer) -> None:

@@ -6,8 +6,7 @@ the values: they must be in range, and the parts must be consistent with each ot
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
@@ -15,18 +14,19 @@ import torch
 from torch import Tensor
 
 from ..errors import PruneError
+from .numbers import is_number
 
 if TYPE_CHECKING:
     from ..channels.graph import Graph
 
-State = Mapping[str, Any]  # the parts of a state, by name; their types vary
+State = dict[str, Any]  # the parts of a pruner's state, by name: tensors and plain data
 _Number = float | Tensor
 _Range = tuple[_Number, Callable[[_Number], bool]]  # a value, and whether it is in range
 
 _REMEDY = "Pass the dict that pruner.state_dict() returned"
 
 
-def check_state(state: object, own: State, graph: Graph, deadline: int) -> dict[str, Any]:
+def check_state(state: object, own: State, graph: Graph, deadline: int) -> State:
     """Return a state if a pruner can resume from it.
 
     Args:
@@ -147,9 +147,7 @@ def _check_structure(part: str, value: object, own: object) -> None:
 
 def _is_number(value: object, kind: type = Real) -> TypeGuard[float]:
     """Return whether a value is a finite number of this kind, and not a bool."""
-    if not isinstance(value, Real) or isinstance(value, bool):
-        return False
-    return isinstance(value, kind) and math.isfinite(value)
+    return isinstance(value, kind) and is_number(value)
 
 
 def _check_tensor(part: str, value: object, own: Tensor) -> None:

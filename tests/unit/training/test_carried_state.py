@@ -286,7 +286,19 @@ def test_a_fresh_optimizer_for_a_resumed_model_is_refused_at_the_next_step() -> 
     refused((pruner, model, optimizer), "the model is at step 5, but the optimizer at step 0")
 
 
-def test_weights_without_gates_are_loaded_as_torch_does() -> None:
+@pytest.mark.parametrize("strict", [True, False])
+def test_weights_of_the_model_without_gates_are_refused_and_nothing_changes(strict: bool) -> None:
+    _, model, _ = parts = build()
+    learn(parts, 0, 2)
+    pruner, plain, before = parts[0], digits_resnet(8), snapshot(model)
+    with pytest.raises(pp.PruneError, match=r"without gates\. Load such weights before the Pruner"):
+        model.load_state_dict(plain.state_dict(), strict=strict)
+    assert same_state(before, snapshot(model))
+    learn(parts, 2, 3)
+    assert pruner.step_count == 3
+
+
+def test_other_weights_are_loaded_as_torch_does() -> None:
     pruner, model, _ = build()
     learn((pruner, model, _), 0, 2)
     found = model.load_state_dict({"0.1.bias": torch.full((8,), 7.0)}, strict=False)

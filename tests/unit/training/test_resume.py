@@ -164,7 +164,7 @@ def changed(state: State, path: tuple[Any, ...], new: Any) -> Any:
 
 def damages(value: Any) -> Iterator[Any]:
     """What a part may have become."""
-    yield from (None, "text", [], {}, torch.zeros(2, 3, 4), object(), math.nan, -1)
+    yield from (None, "text", [], {}, torch.zeros(2, 3, 4), object(), math.nan, -1, 10**400)
     if isinstance(value, Tensor):
         yield from (value[None], value.to(torch.complex64), value.to(torch.int8), value.to("meta"))
         yield value.tolist()

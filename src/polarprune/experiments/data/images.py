@@ -17,7 +17,7 @@ from .distillation import classification_loss
 from .task import InMemoryStream, Task, evaluating, held_out_order
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of CIFAR-10
-_AT_ONCE = 1000  # images that are enlarged together
+_AT_ONCE = 1000  # images that are enlarged or scored together
 
 Colour = tuple[float, float, float]
 
@@ -187,11 +187,11 @@ def normalised(images: Tensor, scale: tuple[Tensor, Tensor] | None = None) -> Te
     return ((images / 255 - mean) / std).permute(0, 3, 1, 2)
 
 
-def logits(model: nn.Module, images: Images, batch: int = 1000) -> Tensor:
+def logits(model: nn.Module, images: Images) -> Tensor:
     """Return the logits of all images, in eval mode and full precision."""
     scale = images.scale()
     with evaluating(model):
-        return torch.cat([model(normalised(x, scale)) for x in images.x.split(batch)])
+        return torch.cat([model(normalised(x, scale)) for x in images.x.split(_AT_ONCE)])
 
 
 def predictions(model: nn.Module, images: Images) -> Tensor:

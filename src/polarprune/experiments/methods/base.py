@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +12,10 @@ from ...channels.graph import Graph, Plan
 from ...cost.budget import Budget
 from ...cost.other_scores import plan_by_score, plan_by_threshold
 from ...surgery.apply import shrink
+from ...training.parameter_groups import ParameterGroup
 from ..settings import Settings
 
-Groups = list[dict[str, Any]]  # parameter groups, as an optimizer takes them
+Groups = list[ParameterGroup]
 Limits = dict[str, float]  # resource -> budget, as a share of the original
 Widths = dict[str, list[int]]  # group -> its width, and its original width
 HISTOGRAM_BINS = 20  # as in the history of a pruner

@@ -7,8 +7,6 @@ that a pruning run found. The weights of both are initialized like those of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +16,7 @@ from ...channels.graph import FROZEN, Graph, Plan
 from ...cost.budget import Budget
 from ...cost.other_scores import plan_by_score
 from ...errors import PruneError
+from ...report.facts import JsonObject
 from ...surgery.apply import shrink
 from .base import Limits, Widths, widths_of
 
@@ -28,7 +27,7 @@ def new_small_network(
     model: nn.Module,
     example: Tensor,
     limits: Limits,
-    shapes: Mapping[str, Any] | None,
+    shapes: JsonObject | None,
     *,
     norms: bool = False,
     multiple_of: int | str = 1,
@@ -61,7 +60,7 @@ def plan_of_thin(graph: Graph, limits: Limits, multiple_of: int | str = 1) -> Pl
     return plan_by_score(graph, same, multiple_of=multiple_of, min_channels=1, **limits)
 
 
-def plan_of_shapes(graph: Graph, limits: Limits, shapes: Mapping[str, Any]) -> Plan:
+def plan_of_shapes(graph: Graph, limits: Limits, shapes: JsonObject) -> Plan:
     """Return a plan with given widths. Which channels it keeps makes no difference: all are new."""
     sizes = {name: group.size for name, group in graph.prunable.items()}
     before = {name: pair[1] for name, pair in shapes.items() if name in sizes}

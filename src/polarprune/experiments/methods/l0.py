@@ -32,8 +32,8 @@ class HardConcrete(Gate):
 
     noise: Tensor
 
-    def __init__(self, size: int, own: MethodSettings, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(size, dtype=dtype)
+    def __init__(self, size: int, own: MethodSettings) -> None:
+        super().__init__(size)
         self.own = own
         nn.init.constant_(self.alpha, math.log((1 - own.l0_drop) / own.l0_drop))
         self.register_buffer("noise", torch.full_like(self.alpha, 0.5).detach(), persistent=False)

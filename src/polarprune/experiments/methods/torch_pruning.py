@@ -45,8 +45,6 @@ class _Pruner(Protocol):
 
     def step(self) -> object: ...
 
-    def regularize(self, model: nn.Module) -> object: ...
-
 
 class TorchPruning(ComparedMethod):
     """GroupNormPruner with global pruning by group magnitude."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 from ..methods.base import ComparedMethod
-from .trainer import Trainer
+from .trainer import Trainer, TrainerState
 
 
 class BestWeights:
@@ -20,7 +19,7 @@ class BestWeights:
 
     def __init__(self, higher_is_better: bool) -> None:
         self.sign = 1 if higher_is_better else -1
-        self.state: dict[str, Any] = {}
+        self.state: TrainerState = {}
 
     def offer(self, score: float, trainer: Trainer) -> None:
         """Keep the weights if there is none with a better score.

@@ -6,11 +6,11 @@ import dataclasses
 
 from torch import nn
 
+from ...report.facts import JsonObject
 from ..data.task import Task
 from ..methods.base import Limits
 from ..networks.table import has_classes
 from ..settings import Settings, finite
-from .files import Json
 
 Cost = dict[str, int]  # "macs" of one example and "params"
 
@@ -30,7 +30,7 @@ class Pruned:
 
 def make_card(
     settings: Settings, data: Task, method: str, limits: Limits, baseline: float, pruned: Pruned
-) -> Json:
+) -> JsonObject:
     """Score the model before and after removal and return what a card says about it.
 
     Args:
@@ -71,5 +71,5 @@ def make_card(
     }
 
 
-def _row(data: Task, stage: str, score: float, cost: Cost) -> Json:
+def _row(data: Task, stage: str, score: float, cost: Cost) -> JsonObject:
     return {"stage": stage, data.measure: score, "macs": cost["macs"], "params": cost["params"]}

@@ -6,12 +6,10 @@ import json
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from ...errors import PruneError
 from ...files.writing import cannot_write, write_text
-
-Json = dict[str, Any]  # a JSON object, such as a card or a row of a log
+from ...report.facts import JsonObject
 
 
 def append(file: Path, line: str) -> None:
@@ -31,7 +29,7 @@ def write_json(file: Path, content: object) -> None:
     write_text(file, json.dumps(content, indent=1) + "\n")
 
 
-def read_json(file: Path) -> Json:
+def read_json(file: Path) -> JsonObject:
     """Return the JSON object in a file."""
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")))

@@ -10,19 +10,19 @@ from pathlib import Path
 from torch import nn
 
 from ...errors import PruneError
+from ...report.facts import JsonObject
 from ..methods.base import ComparedMethod, Limits, Widths
 from ..methods.from_scratch import FROM_SCRATCH, new_small_network
 from ..methods.model_cost import cost_of
 from ..methods.table import ALL_METHODS, check
 from .calibration import recalibrate
 from .card import Pruned
-from .files import Json
 from .run import Run
 from .training_cost import costs_of_file
 from .weights import copy_weights, load_initial_weights
 
 
-def prune(run: Run, baseline: nn.Module, method: str = "gdp", **limits: float) -> Json:
+def prune(run: Run, baseline: nn.Module, method: str = "gdp", **limits: float) -> JsonObject:
     """Prune a baseline to a budget, and return the card of the run.
 
     Args:
@@ -73,8 +73,8 @@ def train_small(
     method: str,
     limits: Limits,
     start: Path | None = None,
-    shapes: Json | None = None,
-) -> Json:
+    shapes: JsonObject | None = None,
+) -> JsonObject:
     """Train a small network from scratch, and return the card of the run.
 
     Args:
@@ -101,7 +101,9 @@ def train_small(
     return run.finish({**card, "widths": widths}, small, teacher)
 
 
-def small_network(run: Run, limits: Limits, shapes: Json | None = None) -> tuple[nn.Module, Widths]:
+def small_network(
+    run: Run, limits: Limits, shapes: JsonObject | None = None
+) -> tuple[nn.Module, Widths]:
     """Return a small network with new weights, and its widths.
 
     Args:

@@ -9,8 +9,9 @@ from torch import nn
 from ...errors import PruneError
 from ...factories import make_model, of_package
 from ...files.model_file import load, read_card
+from ...report.facts import JsonObject
 from ..networks.table import NETWORKS, make_network
-from .files import Json, read_json
+from .files import read_json
 
 COST_NUMBERS = ("macs", "macs_share", "params", "params_share")
 
@@ -40,7 +41,7 @@ def original(file: Path, model: str = "") -> nn.Module:
     return make_network(network, classes if type(classes) is int else None)
 
 
-def rebuild(file: Path, model: str = "") -> tuple[nn.Module, Json]:
+def rebuild(file: Path, model: str = "") -> tuple[nn.Module, JsonObject]:
     """Return the network in a file that `Run` wrote, and its card.
 
     Args:
@@ -66,7 +67,7 @@ def rebuild(file: Path, model: str = "") -> tuple[nn.Module, Json]:
     return load(file, model=unpruned), card
 
 
-def widths_in(file: Path) -> Json:
+def widths_in(file: Path) -> JsonObject:
     """Return the widths of a pruned network: group name -> width and original width.
 
     Args:

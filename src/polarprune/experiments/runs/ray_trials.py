@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import PruneError
+from ...report.facts import JsonObject
 from ...validation.optional_packages import optional_package
-from .files import Json
 from .trials import Show, Trial, run_trial
 
 _QUIET = {
@@ -131,7 +131,7 @@ def _store(trial: Trial) -> Path:
     return (out.parent if trial.limits else out).resolve() / ".tune"
 
 
-def _train(config: dict[str, Any]) -> None:
+def _train(config: JsonObject) -> None:
     """Run one trial in a worker of Ray, and report every row of its log."""
     report = optional_package("ray.tune", needed_for="the sweep", extra="ray").report
     trial = Trial(**config["trial"])
@@ -147,7 +147,7 @@ def _printer(base: Any, show: Show) -> Any:
     """Return a callback of Tune that shows the rows of all trials."""
 
     def on_trial_result(
-        self: object, iteration: int, trials: object, trial: Any, result: Json, **info: object
+        self: object, iteration: int, trials: object, trial: Any, result: JsonObject, **info: object
     ) -> None:
         if result.get("row"):
             show(Trial(**trial.config["trial"]).name, result["row"])

@@ -16,12 +16,13 @@ from typing import NamedTuple
 from torch import nn
 
 from ...errors import PruneError
+from ...report.facts import JsonObject
 from ..methods.base import Limits
 from ..methods.from_scratch import FROM_SCRATCH
 from ..methods.model_cost import cost_of
 from ..methods.table import METHODS
 from ..settings import Settings
-from .files import Json, read_json
+from .files import read_json
 from .prune import small_network
 from .run import Run
 from .training_cost import scratch_epochs, tune_epochs
@@ -69,7 +70,7 @@ def entries(methods: Sequence[str], equals: Sequence[str]) -> list[Entry]:
     return [Entry(OURS), *(Entry(method, equal) for method in methods for equal in equals)]
 
 
-def trial_of(base: Trial, entry: Entry, seed: int, changes: Json) -> Trial:
+def trial_of(base: Trial, entry: Entry, seed: int, changes: JsonObject) -> Trial:
     """Return the trial of an entry and a seed, with some settings of its own."""
     out = Path(base.out, f"{entry.folder}-seed-{seed}")
     tuned = int(changes.get("tune_epochs", base.tune_epochs))
@@ -99,8 +100,8 @@ def control_trial(base: Trial, entry: Entry, seed: int, settings: Settings) -> T
 
 
 def epochs_of(
-    entry: Entry, settings: Settings, given: Json, ours: Json, macs: int | None = None
-) -> Json:
+    entry: Entry, settings: Settings, given: JsonObject, ours: JsonObject, macs: int | None = None
+) -> JsonObject:
     """Return the settings in which a control differs from ours.
 
     Args:

@@ -6,9 +6,10 @@ import statistics
 from pathlib import Path
 
 from ...files.writing import replacing, write_text
+from ...report.facts import JsonObject
 from ...report.plots import save_comparison
 from ..data.task import Task
-from .files import Json, read_json, write_json
+from .files import read_json, write_json
 from .intervals import Difference, difference
 from .referee import OURS, Entry
 from .sweep_results import pipe_table
@@ -22,7 +23,7 @@ NOTES = (
 )
 
 
-def row_of(entry: Entry, cards: list[Json], ours: list[float], task: Task) -> Json:
+def row_of(entry: Entry, cards: list[JsonObject], ours: list[float], task: Task) -> JsonObject:
     """Return the row of a method.
 
     Args:
@@ -51,7 +52,7 @@ def row_of(entry: Entry, cards: list[Json], ours: list[float], task: Task) -> Js
 _SHARES = ("macs_share", "params_share")
 
 
-def _epochs(card: Json) -> list[int]:
+def _epochs(card: JsonObject) -> list[int]:
     """Return the epochs of the stages of a run."""
     recipe, stages = card["recipe"], card["training_macs"]
     together = recipe["baseline_epochs"] + recipe["epochs"] + recipe["tune_epochs"]
@@ -60,7 +61,9 @@ def _epochs(card: Json) -> list[int]:
     return [recipe[key] for key in ("baseline_epochs", "epochs", "tune_epochs")]
 
 
-def read_cards(folder: Path, compared: list[Entry], seeds: list[int]) -> dict[Entry, list[Json]]:
+def read_cards(
+    folder: Path, compared: list[Entry], seeds: list[int]
+) -> dict[Entry, list[JsonObject]]:
     """Return the cards of a finished comparison.
 
     Args:
@@ -74,7 +77,7 @@ def read_cards(folder: Path, compared: list[Entry], seeds: list[int]) -> dict[En
     }
 
 
-def collect(cards: dict[Entry, list[Json]], task: Task) -> list[Json]:
+def collect(cards: dict[Entry, list[JsonObject]], task: Task) -> list[JsonObject]:
     """Return a row for each method, ours first.
 
     Args:
@@ -94,7 +97,7 @@ def collect(cards: dict[Entry, list[Json]], task: Task) -> list[Json]:
 # --- the verdict ----------------------------------------------------------------------------------
 
 
-def verdict(rows: list[Json], task: Task) -> Json:
+def verdict(rows: list[JsonObject], task: Task) -> JsonObject:
     """Return whether pruning was worth it, and a sentence about each comparison.
 
     `worth` is True or False if the interval of the difference to a thin network does not contain
@@ -113,7 +116,7 @@ def verdict(rows: list[Json], task: Task) -> Json:
     return {"worth": worth, "sentences": sentences}
 
 
-def _headline(thin: Json, seeds: int) -> str:
+def _headline(thin: JsonObject, seeds: int) -> str:
     sign, at = _difference(thin).sign, EQUAL[thin["equal"]]
     if sign > 0:
         return f"Pruning was worth it: at {at} it is better than a thin network from scratch."
@@ -130,7 +133,7 @@ def _headline(thin: Json, seeds: int) -> str:
     )
 
 
-def _sentence(row: Json, task: Task) -> str:
+def _sentence(row: JsonObject, task: Task) -> str:
     """Return what the comparison with one method says."""
     found, name = _difference(row), name_of(row)
     if found.half is None:
@@ -145,18 +148,18 @@ def _sentence(row: Json, task: Task) -> str:
     return f"{name[0].upper()}{name[1:]} is better than pruning by {size}: use that instead."
 
 
-def _difference(row: Json) -> Difference:
+def _difference(row: JsonObject) -> Difference:
     return Difference(row["ours_is_better_by"], row["half_interval"])
 
 
-def name_of(row: Json) -> str:
+def name_of(row: JsonObject) -> str:
     """Return the name of a method, for sentences and pictures."""
     names = {"thin": "a thin network", "reinit": "a network of our widths with new weights"}
     name = names.get(row["method"]) or short_name(row)
     return f"{name} ({EQUAL.get(row['equal'], row['equal'])})" if row["equal"] else name
 
 
-def short_name(row: Json) -> str:
+def short_name(row: JsonObject) -> str:
     """Return the name of a method, for tables."""
     return "ours (gdp)" if row["method"] == OURS else str(row["method"])
 
@@ -182,7 +185,7 @@ def _signed(found: Difference, task: Task) -> str:
 # --- files ----------------------------------------------------------------------------------------
 
 
-def write_results(folder: Path, results: Json, task: Task) -> None:
+def write_results(folder: Path, results: JsonObject, task: Task) -> None:
     """Write `referee.json`, `referee.md` and `referee.png`.
 
     Args:
@@ -198,11 +201,11 @@ def write_results(folder: Path, results: Json, task: Task) -> None:
         save_comparison(shown, task.measure, task.shown, new)
 
 
-def _label(row: Json) -> str:
+def _label(row: JsonObject) -> str:
     return f"{short_name(row)}, equal {row['equal']}" if row["equal"] else short_name(row)
 
 
-def _markdown(results: Json, task: Task) -> str:
+def _markdown(results: JsonObject, task: Task) -> str:
     rows = [cells(row, task) for row in [original(results["rows"]), *results["rows"]]]
     first, *others = results["verdict"]["sentences"]
     parts = [first, "\n".join(f"- {text}" for text in others), pipe_table(HEAD, rows), NOTES]
@@ -210,7 +213,7 @@ def _markdown(results: Json, task: Task) -> str:
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
-def original(rows: list[Json]) -> Json:
+def original(rows: list[JsonObject]) -> JsonObject:
     """Return a row for the network before pruning, from which all started."""
     ours = rows[0]
     return {
@@ -227,7 +230,7 @@ def original(rows: list[Json]) -> Json:
     }
 
 
-def cells(row: Json, task: Task) -> tuple[str, ...]:
+def cells(row: JsonObject, task: Task) -> tuple[str, ...]:
     """Return the cells of a row of the table, under `HEAD`."""
     score, apart = task.shown(row["score"]), ""
     if row["deviation"] is not None:

@@ -11,16 +11,21 @@ from torch import Tensor, nn
 from ...cost.timing import compare_speed, environment
 from ...errors import PruneError
 from ...files.writing import write_text
+from ...report.facts import JsonObject
 from ...report.report import Report
 from ..networks.table import code_of
-from .files import Json
 
 _BATCH = 16  # at most this many examples are timed together
 _RUNS = 20
 
 
 def write_report(
-    folder: Path, report: Report, card: Json, original: nn.Module, small: nn.Module, example: Tensor
+    folder: Path,
+    report: Report,
+    card: JsonObject,
+    original: nn.Module,
+    small: nn.Module,
+    example: Tensor,
 ) -> None:
     """Write `report.json` and `report.html`.
 

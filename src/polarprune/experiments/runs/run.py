@@ -22,6 +22,7 @@ from ...cost.timing import environment
 from ...errors import PruneError
 from ...files.model_file import save
 from ...files.writing import make_folder, replacing
+from ...report.facts import JsonObject
 from ...torch_internals.markers import attached_recipe
 from ...training.pruner import Pruner
 from ..data.task import Task
@@ -33,7 +34,7 @@ from ..settings import Settings
 from .best_weights import BestWeights
 from .calibration import recalibrate, recalibrated
 from .card import Cost, Pruned, make_card
-from .files import Json, append, read_json, write_json
+from .files import append, read_json, write_json
 from .rehearsal import WARM_UP, planned_costs, time_steps
 from .report_files import write_report
 from .source import commit
@@ -42,7 +43,7 @@ from .trainer import Trainer
 from .training_cost import Costs, costs_of_file, macs_of_an_example, metadata, with_total
 from .weights import copy_weights, load_weights, write_weights
 
-Progress = Callable[[Json], None]
+Progress = Callable[[JsonObject], None]
 CHECKPOINT_PAUSE = 60.0  # seconds, at least, between checkpoints
 _RECALIBRATED = 20  # batches: ε has moved on since the statistics were estimated
 _STAGES = ("baseline", "prune", "tune", "scratch")
@@ -91,7 +92,7 @@ class Run:
             convert(memory_format=torch.channels_last)
         return model
 
-    def claim(self, what: Json) -> None:
+    def claim(self, what: JsonObject) -> None:
         """Refuse a folder that holds another run; otherwise record which run this is.
 
         Args:
@@ -114,7 +115,7 @@ class Run:
             make_folder(self.out)
             write_json(note, own)
 
-    def finished(self) -> Json | None:
+    def finished(self) -> JsonObject | None:
         """Return the card if this run was finished before, or None."""
         file = self.out / "card.json"
         card = read_json(file) if file.exists() else None
@@ -171,7 +172,7 @@ class Run:
             if limits:
                 self._pruner(model, self.settings.epochs, limits)
 
-    def prune(self, model: nn.Module, **limits: float) -> Json:
+    def prune(self, model: nn.Module, **limits: float) -> JsonObject:
         """Prune a baseline to a budget with polarprune, and return the card.
 
         Args:
@@ -232,7 +233,7 @@ class Run:
         given = {"settings": self.settings, "example": self.data.example(), **given}
         return Trainer(model, self.batches, epochs=epochs, lr=lr, **given)
 
-    def rehearse(self, steps: int, *, trained: bool = False, **limits: float) -> Json:
+    def rehearse(self, steps: int, *, trained: bool = False, **limits: float) -> JsonObject:
         """Time a few steps of both trainings; nothing is written.
 
         Args:
@@ -313,9 +314,9 @@ class Run:
                 f"another folder."
             ) from error
 
-    def _epoch(self, stage: str, trainer: Trainer) -> Json:
+    def _epoch(self, stage: str, trainer: Trainer) -> JsonObject:
         """Train for one epoch and return its row of the log."""
-        row: Json = {"stage": stage, **trainer.epoch()}
+        row: JsonObject = {"stage": stage, **trainer.epoch()}
         epoch = trainer.done // self.batches.per_epoch
         row |= {"epoch": epoch, "epochs": trainer.epochs, "training_macs": trainer.training_macs}
         if trainer.pruner is not None:
@@ -323,12 +324,12 @@ class Run:
             row |= {key: last[key] for key in _LOGGED}
         row |= trainer.method.log_entries()
         if epoch % self.settings.scored == 0 or epoch == trainer.epochs:
-            row |= self._scores(trainer)
+            row |= self._scores(trainer, recalibrates=stage == "prune")
         return row
 
-    def _scores(self, trainer: Trainer) -> dict[str, float]:
+    def _scores(self, trainer: Trainer, *, recalibrates: bool) -> dict[str, float]:
         scores = {self.data.measure: self.score(trainer.model)}
-        if trainer.pruner is not None:
+        if recalibrates:
             with recalibrated(trainer.model, self.batches, _RECALIBRATED):
                 scores["recalibrated_loss"] = self.data.loss(trainer.model)
         return scores
@@ -341,12 +342,12 @@ class Run:
         for file in self.out.glob("*.checkpoint"):
             file.unlink()
 
-    def card(self, method: str, limits: Limits, baseline: float, pruned: Pruned) -> Json:
+    def card(self, method: str, limits: Limits, baseline: float, pruned: Pruned) -> JsonObject:
         """Return the card of this run; see `make_card`."""
         scores = make_card(self.settings, self.data, method, limits, baseline, pruned)
         return {**scores, **self.cost_entries(method), "commit": self.commit, **environment()}
 
-    def cost_entries(self, method: str) -> Json:
+    def cost_entries(self, method: str) -> JsonObject:
         """Return what a card says about the cost of the training."""
         needs_baseline = method not in FROM_SCRATCH or self.settings.distill > 0
         costs = with_total(self.costs, needs_baseline=needs_baseline)
@@ -356,7 +357,7 @@ class Run:
         """Return the cost of one example, given that of the traced batch."""
         return {**cost, "macs": cost["macs"] // self.data.examples}
 
-    def finish(self, card: Json, small: nn.Module, teacher: nn.Module | None) -> Json:
+    def finish(self, card: JsonObject, small: nn.Module, teacher: nn.Module | None) -> JsonObject:
         """Write the small model, fine-tune it if asked to, and write and return the card."""
         card["sha256"] = self._write_model(small, "small", card)
         if self.settings.tune_epochs and card["method"] not in FROM_SCRATCH:
@@ -379,7 +380,7 @@ class Run:
         epochs, lr = settings.tune_epochs, settings.tune_lr
         self.train("tune", self.trainer(small, epochs, lr, settings=settings, teacher=teacher))
 
-    def _write_model(self, model: nn.Module, name: str, card: Json) -> str:
+    def _write_model(self, model: nn.Module, name: str, card: JsonObject) -> str:
         """Write a file that `rebuild` reads, or a state dict if another library did the cutting.
 
         Returns:

@@ -6,12 +6,13 @@ import statistics
 from pathlib import Path
 
 from ...files.writing import replacing, write_text
+from ...report.facts import JsonObject
 from ...report.plots import save_curve
 from ..data.task import Task
-from .files import Json, read_json, write_json
+from .files import read_json, write_json
 
 
-def collect(folder: Path, task: Task) -> list[Json]:
+def collect(folder: Path, task: Task) -> list[JsonObject]:
     """Return a row for each finished trial in a folder, largest budget first.
 
     A row has the budget, the seed, what is left of the MACs and params as fractions, the score, the
@@ -25,7 +26,7 @@ def collect(folder: Path, task: Task) -> list[Json]:
     return sorted(rows, key=lambda row: (-row["budget"], row["seed"]))
 
 
-def _row(card: Json) -> Json:
+def _row(card: JsonObject) -> JsonObject:
     first, last = card["table"][0], card["table"][-1]
     return {
         "budget": card["budget"]["macs"],
@@ -37,12 +38,12 @@ def _row(card: Json) -> Json:
     }
 
 
-def _beats(one: Json, other: Json, sign: int) -> bool:
+def _beats(one: JsonObject, other: JsonObject, sign: int) -> bool:
     gain, saved = sign * (one["score"] - other["score"]), other["macs"] - one["macs"]
     return bool(gain >= 0 and saved >= 0 and (gain > 0 or saved > 0))
 
 
-def write_results(folder: Path, rows: list[Json], task: Task) -> None:
+def write_results(folder: Path, rows: list[JsonObject], task: Task) -> None:
     """Write `sweep.json`, `sweep.md` and `sweep.png`.
 
     Args:
@@ -56,7 +57,7 @@ def write_results(folder: Path, rows: list[Json], task: Task) -> None:
         save_curve(rows, task.measure, new)
 
 
-def _markdown(rows: list[Json], task: Task) -> str:
+def _markdown(rows: list[JsonObject], task: Task) -> str:
     """Return a table of budgets, and one of all trials if there are several for a budget."""
     budgets = list(dict.fromkeys(row["budget"] for row in rows))
     cells = [_mean_cells([row for row in rows if row["budget"] == one], task) for one in budgets]
@@ -67,7 +68,7 @@ def _markdown(rows: list[Json], task: Task) -> str:
     return "\n".join(parts)
 
 
-def _mean_cells(rows: list[Json], task: Task) -> tuple[str, ...]:
+def _mean_cells(rows: list[JsonObject], task: Task) -> tuple[str, ...]:
     """Return the cells of a budget: means over its trials, and the deviation of the score."""
     mean = {key: statistics.fmean(row[key] for row in rows) for key in rows[0]}
     score = task.shown(mean["score"])
@@ -77,7 +78,7 @@ def _mean_cells(rows: list[Json], task: Task) -> tuple[str, ...]:
     return *costs, score, task.shown(mean["baseline"]), str(len(rows))
 
 
-def _cells(row: Json, task: Task) -> tuple[str, ...]:
+def _cells(row: JsonObject, task: Task) -> tuple[str, ...]:
     costs = (f"{row[key]:.2%}" for key in ("macs", "params"))
     front = "yes" if row["pareto"] else ""
     return f"{row['budget']:.2%}", str(row["seed"]), *costs, task.shown(row["score"]), front

@@ -23,6 +23,8 @@ from .cuda_graph import CapturedStep
 from .optimizers import clip_gradients, make_optimizer, split_by_decay, split_slow_group
 from .training_cost import macs_of_an_example
 
+TrainerState = dict[str, Any]  # what a training continues from: tensors and plain data
+
 
 class Trainer:
     """Trains a model, with or without a pruner, another method, or a teacher.
@@ -165,14 +167,14 @@ class Trainer:
             self._wrap()
             self._count_macs()
 
-    def weights(self) -> dict[str, Any]:
+    def weights(self) -> TrainerState:
         """Return the state of the model and of the pruner."""
         return {
             "pruner": self.pruner.state_dict() if self.pruner else None,
             "model": self.model.state_dict(),
         }
 
-    def load_weights(self, state: dict[str, Any]) -> None:
+    def load_weights(self, state: TrainerState) -> None:
         """Load what `weights` returned."""
         if self.pruner is not None:
             self.pruner.load_state_dict(state["pruner"])  # first: it restores the widths
@@ -180,7 +182,7 @@ class Trainer:
             self._count_macs()
         self.model.load_state_dict(state["model"])
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> TrainerState:
         """Return all that is needed to resume the training from here."""
         return {
             **self.weights(),
@@ -192,7 +194,7 @@ class Trainer:
             "random_gpu": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         }
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: TrainerState) -> None:
         """Resume from a state that `state` returned."""
         self.load_weights(state)
         rates = [group["lr"] for group in self.optimizer.param_groups]

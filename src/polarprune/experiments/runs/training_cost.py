@@ -24,8 +24,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from ...files.model_file import read_card
+from ...report.facts import JsonObject
 from ...surgery.proof import count_macs
-from .files import Json
 
 PASSES = 3  # forward passes that a forward and a backward pass cost together
 _KEY = "training_macs"
@@ -86,7 +86,7 @@ def costs_of_file(file: Path) -> Costs:
 # --- equal cost -----------------------------------------------------------------------------------
 
 
-def scratch_epochs(card: Json, macs: int | None = None) -> int:
+def scratch_epochs(card: JsonObject, macs: int | None = None) -> int:
     """Return the epochs in which `thin` or `reinit` costs as much as a finished run.
 
     Args:
@@ -97,7 +97,7 @@ def scratch_epochs(card: Json, macs: int | None = None) -> int:
     return max(1, round((int(card[_KEY]["total"]) - before) / _epoch_of_small(card, macs)))
 
 
-def tune_epochs(card: Json, epochs: int, macs: int | None = None) -> int:
+def tune_epochs(card: JsonObject, epochs: int, macs: int | None = None) -> int:
     """Return the epochs of fine-tuning with which another method costs as much as a finished run.
 
     Args:
@@ -110,15 +110,15 @@ def tune_epochs(card: Json, epochs: int, macs: int | None = None) -> int:
     return max(0, round((int(card[_KEY]["total"]) - spent) / _epoch_of_small(card, macs)))
 
 
-def _baseline(card: Json) -> int:
+def _baseline(card: JsonObject) -> int:
     return int(card[_KEY].get("baseline", 0))
 
 
-def _epoch_of_small(card: Json, macs: int | None) -> int:
+def _epoch_of_small(card: JsonObject, macs: int | None) -> int:
     return _epoch(card, int(card["macs"]) if macs is None else macs)
 
 
-def _epoch(card: Json, macs: int) -> int:
+def _epoch(card: JsonObject, macs: int) -> int:
     """Return the cost of an epoch of a network with these MACs, with the teacher of a run."""
     teacher = int(card["table"][0]["macs"]) if card["recipe"]["distill"] else 0
     return int(card["epoch_examples"] * (PASSES * macs + teacher))

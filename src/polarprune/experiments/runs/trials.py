@@ -7,18 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ...errors import PruneError
+from ...report.facts import JsonObject
 from ..data.table import kind_of, open_data
 from ..data.task import Task
 from ..methods.base import Limits
 from ..methods.from_scratch import FROM_SCRATCH
 from ..presets import own_settings, preset
 from ..settings import Settings
-from .files import Json, read_json
+from .files import read_json
 from .prune import prune, train_small
 from .pruned_file import widths_in
 from .run import Progress, Run
@@ -47,7 +47,7 @@ class Trial:
 
     network: str
     data: str
-    changes: Json
+    changes: JsonObject
     limits: Limits
     out: str
     method: str
@@ -90,7 +90,7 @@ def run_trial(trial: Trial, progress: Progress) -> None:
     run_to_end(run, trial.method, trial.limits, trial.hold_out, baseline, start, shapes)
 
 
-def prepare(network: str, data: str, changes: Json, hold_out: int) -> tuple[Settings, Task]:
+def prepare(network: str, data: str, changes: JsonObject, hold_out: int) -> tuple[Settings, Task]:
     """Return the settings of a preset or of a user's network, and the data that they are for."""
     if ":" in network:
         settings = own_settings(network, kind_of(data), **changes)
@@ -113,7 +113,7 @@ def run_to_end(
     baseline: Path | None,
     start: Path | None = None,
     shapes: Path | None = None,
-) -> Json:
+) -> JsonObject:
     """Return the card of a run, which may be finished already, or the score of a baseline.
 
     Args:
@@ -141,7 +141,7 @@ def run_to_end(
     return {"stage": "baseline", run.data.measure: run.score(model)}
 
 
-def checked_shapes(method: str, shapes: Path | None) -> Json | None:
+def checked_shapes(method: str, shapes: Path | None) -> JsonObject | None:
     """Return the widths in a file for `reinit`, which needs one; no other method takes one."""
     if (method == "reinit") != (shapes is not None):
         raise PruneError(
@@ -152,7 +152,7 @@ def checked_shapes(method: str, shapes: Path | None) -> Json | None:
     return None if shapes is None else widths_in(shapes)
 
 
-Show = Callable[[str, dict[str, Any]], None]
+Show = Callable[[str, JsonObject], None]
 
 
 def one_after_the_other(trials: list[Trial], show: Show) -> None:

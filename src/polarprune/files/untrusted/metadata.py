@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import PruneError
+from ...report.facts import JsonObject
 from ...rewriting.stored_graphs import is_identifier, is_path
 from ...surgery.recipe import Recipe
 from .require import require
@@ -21,7 +22,7 @@ _MOST_CODE_VALUES = 2**20  # values in stored code take more memory than others
 Check = Callable[[Any], bool]
 
 
-def check_parts(content: Any) -> dict[str, Any]:
+def check_parts(content: Any) -> JsonObject:
     """Return the metadata if they have a known version and exactly the parts of this version."""
     version = content["version"]
     if type(version) is int and version > NEWEST_VERSION:
