@@ -633,7 +633,7 @@ def test_a_sweep_prunes_one_baseline_to_several_budgets(tmp_path: Path) -> None:
         (["--macs", "0.5", "--method", "foo"], "unknown method 'foo'"),
         (["--macs", "0.5", "--out", "{}/text"], "is a file"),
         (["--macs", "0.5", "--macs", "0.0001"], "lowest"),
-        (["--macs", "0.5,x"], "--macs x: give fractions, as --macs 0.7,0.5."),
+        (["--macs", "0.5,x"], "--macs x: give fractions, such as --macs 0.7,0.5."),
         (["--macs", "0.5", "--seeds", "0"], "--seeds 0: give at least 1."),
         (["--macs", "0.5", "--threads", "-1"], "--threads -1: give a number of threads"),
     ],

@@ -101,7 +101,7 @@ def survey(
 
     Args:
         compare_outputs: Compare the outputs of trial cuts, too.
-        min_channels: How many channels every group keeps at least.
+        min_channels: The least number of channels that every group keeps.
         uniform: Which groups keep equally many units (see `repeated_blocks`).
     """
     patterns, own = keep_patterns(keep), checked_rules(rules)
@@ -130,7 +130,7 @@ def survey(
 
 
 def _confirmed(inspection: Inspection, compare_outputs: bool) -> Graph:
-    """Return the confirmed graph; its cost knows the tensors that go with closed groups."""
+    """Return the confirmed graph. Its cost covers the tensors that closed groups take away."""
     model = inspection.model
     with graphs_cached(), _without_old_garbage():
         graph = confirm(inspection, compare_outputs)
@@ -172,7 +172,7 @@ def changed(graph: Graph, model: nn.Module, present: Tensor) -> list[str]:
 def _without_old_garbage() -> Iterator[None]:
     """Exclude all objects that exist now from garbage collection.
 
-    Tracing makes many objects; else Python would search all imported modules again and again.
+    Tracing makes many objects, which would make Python search all imported modules repeatedly.
     """
     mine = not gc.get_freeze_count()
     if mine:

@@ -1,4 +1,4 @@
-"""How gates are multiplied into weights, so that a model without gates computes the same.
+"""Multiply gates into weights, so that a model without gates computes the same function.
 
 W·(g ⊙ x) = (W ⊙ g)·x: the gate of a channel is a factor of all weights that read the channel.
 """

@@ -29,16 +29,16 @@ except ImportError:
 class PruningCallback(Callback):
     """Prune a LightningModule to a budget while Lightning trains it.
 
-    The module stays as it is. The gates go into the optimizer that `configure_optimizers` makes, in
-    a group of their own, before its schedulers are made. The number of steps is that of the
+    The module needs no changes. The gates go into the optimizer that `configure_optimizers` makes,
+    in a group of their own, before its schedulers are made. The number of steps is that of the
     trainer. The pruner's state is in every checkpoint, and `trainer.fit(ckpt_path=...)` resumes it.
     All loggers of the trainer get the rows of `pruner.history`.
 
     Args:
         example_inputs: what the module's `forward` takes; by default its `example_input_array`.
-        module: the name of the part to prune, as "net"; by default the whole LightningModule.
-        **settings: arguments of `Pruner`, as macs=0.5. `steps` is only needed where the trainer
-            cannot know it: with manual optimization, or data without a length.
+        module: the name of the part to prune, such as "net"; by default the whole LightningModule.
+        **settings: arguments of `Pruner`, such as macs=0.5. `steps` is only needed where the
+            trainer cannot know it: with manual optimization, or data without a length.
 
     Attributes:
         pruner: the `Pruner`, once `trainer.fit` has started.
@@ -72,14 +72,14 @@ class PruningCallback(Callback):
         return self.pruner.export()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Have gates installed after `configure_model`, before weights are loaded or wrapped."""
+        """Install gates after `configure_model` has run, before weights are loaded or wrapped."""
         if stage != "fit":
             return
         if self._pruner is not None:
             raise PruneError(
                 "PruningCallback: it has pruned a model already. To resume, build the module and "
-                "the callback again, and call trainer.fit(ckpt_path=...); to train on, fit a "
-                "module that holds callback.export(), without the callback."
+                "the callback again, and call trainer.fit(ckpt_path=...); to continue training, "
+                "fit a module that holds callback.export(), without the callback."
             )
         if trainer.strategy.restore_checkpoint_after_setup:
             raise PruneError(

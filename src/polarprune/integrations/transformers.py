@@ -37,14 +37,14 @@ class PruningTrainer(Trainer):
     It counts the steps as `Trainer` does, and adds a group for the gates to the optimizer of
     `Trainer`, whose groups with and without weight decay stay as they are. The pruner's state is in
     every checkpoint, so `trainer.train(resume_from_checkpoint=True)` resumes it. A best model
-    (`load_best_model_at_end`, `EarlyStoppingCallback`) is looked for among those that meet the
-    budget. The logs have the share of the MACs and parameters that is left.
+    (`load_best_model_at_end`, `EarlyStoppingCallback`) is chosen among those that meet the budget.
+    The logs contain the share of the MACs and parameters that is left.
 
     To prune with another trainer, inherit from both: `class T(PruningTrainer, Seq2SeqTrainer)`.
 
     Args:
         *args: as for `Trainer`.
-        pruning: arguments of `Pruner`, as {"macs": 0.5}; without `steps`.
+        pruning: arguments of `Pruner`, such as {"macs": 0.5}; without `steps`.
         example_inputs: what the model takes; by default the first batch, without labels.
         **kwargs: as for `Trainer`; `model_init` is not possible.
 
@@ -130,7 +130,7 @@ class PruningTrainer(Trainer):
         return super().train(*args, **kwargs)
 
     def _first_batch(self, loader: Iterable[Mapping[str, object]]) -> Example:
-        """Return the user's example, or the first batch, for which no random numbers are spent."""
+        """Return the user's example, or the first batch, without drawing random numbers."""
         if self.example_inputs is not None:
             return self.example_inputs
         with torch.random.fork_rng(devices=[]):
@@ -188,7 +188,7 @@ class PruningTrainer(Trainer):
 
 
 class _BestWithinBudget(TrainerCallback):
-    """Forgets a best model from before the budget was met; the first one after that is the best."""
+    """Discards a best model from before the budget was met, so that the next one counts as best."""
 
     def __init__(self, pruner: Pruner) -> None:
         self.first = pruner.schedule.deadline(pruner.steps) if pruner.limits else pruner.steps
@@ -196,6 +196,6 @@ class _BestWithinBudget(TrainerCallback):
     def on_step_end(
         self, args: object, state: TrainerState, control: object, **kwargs: object
     ) -> None:
-        """Forget what an evaluation after an earlier step has found."""
+        """Discard what an evaluation after an earlier step has found."""
         if state.best_global_step is not None and state.best_global_step < self.first:
             state.best_metric = state.best_global_step = state.best_model_checkpoint = None

@@ -1,9 +1,9 @@
-"""The precision in which models are compared: wide enough to tell rounding from a wrong cut.
+"""Compare models in a precision that is wide enough to distinguish rounding from a wrong cut.
 
 Two models that compute the same function differ by rounding: by about 1e-7 in float32, and by 1e-2
 in bfloat16, where a wrong cut may differ as little. So models are compared in a wider precision if
-their own is too coarse. A part that computes in float32 all the same, such as a scripted norm,
-sets the limit of the whole comparison.
+their own is too coarse. If a part still computes in float32, such as a scripted norm, the whole
+comparison is only as precise as float32.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def computes_in_double(model: nn.Module, example: Example) -> bool:
 
 
 def check_rounded(small: nn.Module, exact: nn.Module) -> None:
-    """Raise unless the tensors of a model are the rounded ones of the model that was compared."""
+    """Raise unless the tensors of a model are those of the compared model, rounded."""
     wanted = dict(named_tensors(exact))
     for name, tensor in named_tensors(small):
         if tensor.dtype in _LOW:

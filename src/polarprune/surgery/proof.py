@@ -260,11 +260,10 @@ def prove_cut(
 ) -> dict[str, float]:
     """Raise unless the pruned model equals the gated model.
 
-    The models are compared in their own precision first; copies in float32 are if that is bfloat16
-    or float16, and copies in float64 if all outputs are single numbers, such as a loss. If they
-    differ there, rounding may be the cause, so the gated model is converted to float64, pruned
-    again and compared once more. The limit is 1e-10 in float64, unless the model computes a part in
-    float32 even so.
+    The models are compared in their own precision first, but in float32 if that is bfloat16 or
+    float16, and in float64 if all outputs are single numbers, such as a loss. If they differ,
+    rounding may be the cause, so the gated model is converted to float64, pruned again and compared
+    once more. The limit in float64 is 1e-10, unless a part of the model still computes in float32.
 
     Args:
         gated: The model with gates.
@@ -295,7 +294,7 @@ def prove_cut(
 def _answers_with_scalars(model: nn.Module, example: Example) -> bool:
     """Return whether every output is one number, such as a loss.
 
-    A mean over a batch hides differences: only float64 tells a small one from rounding.
+    A mean over a batch hides differences: only float64 distinguishes a small one from rounding.
     """
     return all(tensor.numel() == 1 for tensor in outputs(model, example, training=False))
 
@@ -311,7 +310,7 @@ def _proved_wide(
     wide: torch.dtype,
     tolerance: float,
 ) -> dict[str, float]:
-    """Compare copies in a wider precision; from float32, go on to float64 if they differ.
+    """Compare copies in a wider precision: float64, or float32 and then float64 if they differ.
 
     The copy is pruned again, because folding the gates into the weights rounds as well.
     """

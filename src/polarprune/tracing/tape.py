@@ -105,7 +105,7 @@ class Tape:
     stored_values: list[Value] = field(default_factory=list)  # not returned, but still referenced
     sizes: SizeLog = field(default_factory=SizeLog)  # what Python code did with sizes
     example_ops: int | None = None  # the operations after these compute a token with a cache
-    generates: bool = False  # a cache that the model returned is no output
+    generates: bool = False  # a cache that the model returned is not an output
     failed_in: str | None = None  # the module in which the run raised
     has_values: bool = False  # every operation was computed, not only its shape
     needs_values: bool = False  # placeholder values reached something that depends on values

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..analysis.trace import changed
 from ..channels.graph import Graph, plan_of
-from ..surgery.config_proof import tell_sizes
+from ..surgery.config_proof import update_config
 from ..surgery.proof import check_macs, example_for, prove_cut
 from ..tracing.model_state import Example, named_tensors, slots_cleared
 from ..validation.run import check_minimum
@@ -21,7 +21,7 @@ class Exporter:
     """Cuts copies of the gated model by the plan of its gates.
 
     Args:
-        compaction: knows the model and the channels that it still has.
+        compaction: holds the model and the channels that it still has.
         trace_again: traces a model as the pruner did.
     """
 
@@ -50,10 +50,10 @@ class Exporter:
         return small
 
     def exported(self, gated: nn.Module, alive: Tensor, example: Example) -> nn.Module:
-        """Return what remains of a gated model; its config tells its sizes, if it has one."""
+        """Return what remains of a gated model. If it has a config, that gets the new sizes."""
         with slots_cleared(self.compaction.slots):
             small = self.cut(gated, alive, example)
-            tell_sizes(small, example)
+            update_config(small, example)
         return small
 
     def proved(
@@ -73,5 +73,5 @@ class Exporter:
 
 
 def _weight(model: nn.Module) -> Tensor:
-    """Return a weight of the model, which tells its device and precision."""
+    """Return a weight of the model, to read its device and precision from."""
     return next(tensor for _, tensor in named_tensors(model) if tensor.is_floating_point())

@@ -58,7 +58,7 @@ class Pruner(PruningRun):
         multiple_of: every kept width is a multiple of this number. "auto" means 8 in groups of at
             least 64 channels, because CPUs, GPUs and ONNX Runtime are slow with odd widths, and 1
             in narrower groups; with `lam`, which is the paper's, it means 1 everywhere.
-        min_channels: how many channels every group keeps at least; with 0, whole branches may go.
+        min_channels: the least channels that a group keeps; with 0, whole branches may be removed.
         uniform: True: groups at the same position of repeated blocks keep the same number of
             channels or heads, not necessarily the same ones. Or patterns of names of groups: those
             that match one pattern, and are equally wide, stay so. `graph.families` lists them.
@@ -71,7 +71,7 @@ class Pruner(PruningRun):
     Attributes:
         gates: the gate of each prunable group, by group name.
         graph: what `trace` found.
-        history: one row for every look at the gates (docs/trainers.md lists the keys).
+        history: one row for every check of the gates on the host (docs/trainers.md lists the keys).
         watchers: functions that are called with every new row of `history`.
         landing: the gates and the share of the MACs that were closed at once at the deadline.
         proof: the largest difference that the last `export` found, for every mode.
@@ -150,14 +150,14 @@ class Pruner(PruningRun):
             lr: the learning rate of the weights. Gates learn with a tenth of it.
             weight_decay: of the weights; by default what the optimizer uses. Gates have none.
             no_decay: parameters without weight decay: True for biases and the parameters of norms
-                (all with fewer than two dimensions), or patterns of names, as ["*.bias"].
+                (all with fewer than two dimensions), or patterns of names, such as ["*.bias"].
             **kw: other options of the groups.
 
         Returns:
             Two groups, weights first and gates last; between them the weights without decay.
 
         Raises:
-            PruneError: if a rate is not a finite number from 0 on, or a pattern matches nothing.
+            PruneError: if a rate is negative or not finite, or a pattern matches nothing.
 
         Example:
             >>> optimizer = torch.optim.SGD(pruner.param_groups(lr=0.1, weight_decay=5e-4))
@@ -171,11 +171,11 @@ class Pruner(PruningRun):
         return [*weights, {**kw, "params": alphas, "lr": gate_lr, "weight_decay": 0.0}]
 
     def attach(self, optimizer: Optimizer, *others: Optimizer) -> None:
-        """Move the gates after every real step of this optimizer.
+        """Move the gates after every step that this optimizer takes.
 
         Args:
             optimizer: holds the gates. A wrapper with a torch optimizer as `.optimizer`, such as
-                accelerate's, will do.
+                accelerate's, works too.
             *others: optimizers of other parameters; `compact` cuts their state, too.
 
         Raises:
@@ -321,7 +321,7 @@ class Pruner(PruningRun):
     ) -> nn.Module:
         """Return a new, plain, small model that computes the same function as the gated one.
 
-        The gated model stays as it is. If `fully_shard` spread it over processes, all of them must
+        The gated model is not changed. If `fully_shard` spread it over processes, all of them must
         call this.
 
         Args:
@@ -337,7 +337,7 @@ class Pruner(PruningRun):
 
         Raises:
             PruneError: if the budget is not met yet, weights are NaN or infinite, the small model
-                differs, or `model` is no copy of the gated one.
+                differs, or `model` is not a copy of the gated one.
 
         Example:
             >>> small = pruner.export()
@@ -381,8 +381,8 @@ class Pruner(PruningRun):
     def load_state_dict(self, state: State) -> None:
         """Resume from the state that `state_dict` returned.
 
-        Loading the model's own state does that, too. Otherwise load this one first: after a
-        `compact()` it brings the model to the widths that the other states have.
+        Loading the model's own state does the same. Otherwise load this state before those of the
+        model and the optimizer: after a `compact()` it gives the model the widths that these have.
 
         Args:
             state: what `state_dict` returned in a run with the same model and settings.

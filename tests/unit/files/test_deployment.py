@@ -158,7 +158,7 @@ def test_rewritten_code_takes_any_batch(tmp_path: Path, suffix: str) -> None:
         (["--to", "{}"], "give a name that ends in"),
         (["--to", "{}/x.tflite"], "give a name that ends in .onnx or .pt2"),
         (["--to", "{}/none/x.pt2"], "there is no folder"),
-        (["--to", "{}/x.pt2", "--shape", "a"], "give sizes, as 1,3,224,224"),
+        (["--to", "{}/x.pt2", "--shape", "a"], "give sizes, such as 1,3,224,224"),
         (
             ["--to", "{}/x.pt2", "--model", "polarprune.cli.demo:Missing"],
             "the model could not be made",

@@ -143,7 +143,7 @@ def test_compact_says_that_it_cannot() -> None:
     with pytest.raises(pp.PruneError, match=r"compact: 0.weight is computed from other parameters"):
         pruner.compact()
     assert torch.equal(model(X), before) and pruner.compactions == 0
-    with pytest.warns(UserWarning, match="given up: compact: 0.weight is computed"):
+    with pytest.warns(UserWarning, match="turned off: compact: 0.weight is computed"):
         trained(net(parametrizations.weight_norm), compact="auto").export()
 
 

@@ -49,7 +49,7 @@ def close(pruner: pp.Pruner, seed: int, whole: bool = False) -> None:
         alpha[group.offset : group.offset + group.size][shut] = 0
     with torch.no_grad():
         pruner._stepper.put(alpha)
-        pruner._steering.look(0.0)  # gates that lost their meaning close too
+        pruner._steering.check(0.0)  # channels that nothing reads close too
 
 
 def trained(
@@ -468,7 +468,7 @@ def test_a_training_does_not_end_because_nothing_can_be_cut() -> None:
     pruner = pp.Pruner(model, x, macs=0.4, steps=60, compact="auto")
     optimizer = torch.optim.Adafactor(pruner.param_groups(lr=0.05, weight_decay=0.0))
     pruner.attach(optimizer)
-    with pytest.warns(UserWarning, match="given up.*cannot be cut"):
+    with pytest.warns(UserWarning, match="turned off.*cannot be cut"):
         learn(model, [optimizer], x, 60)
     assert not pruner.compactions
     pruner.export()
