@@ -95,6 +95,7 @@ ORDER: dict[str, list[str]] = {
         "config_models",
         "config_sizes",
         "config_proof",
+        "config_trials",
         "apply",
     ],
     "cost": [
@@ -147,6 +148,7 @@ ORDER: dict[str, list[str]] = {
         "loggers",
         "accelerate",
         "lightning",
+        "folder_settings",
         "pretrained_folder",
         "transformers",
         "ultralytics",

@@ -418,6 +418,11 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"macs": None}, "no goal: give a budget"),
     ({"macs": 0.001}, r"budget out of reach: macs=0.001 \(the lowest is"),
     ({"multiple_of": 1000, "macs": 0.5}, r"budget out of reach: macs=0.5 \(the lowest is 1.0"),
+    *(
+        ({"frozen": value}, r"frozen=.*: give a dict from names of groups to reasons")
+        for value in ("0", ["0"], {"0": 1}, {0: "why"})
+    ),
+    ({"frozen": {"1": "why"}}, r"frozen: no group is named '1'\. print\(polarprune\.trace"),
     ({"keep": "*"}, "no prunable channels: every group is frozen .*Print polarprune.trace"),
 ]
 for settings, said in SETTINGS:

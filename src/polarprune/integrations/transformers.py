@@ -1,6 +1,7 @@
 """Hugging Face: `PruningTrainer(..., pruning={"macs": 0.5})` in place of `Trainer`.
 
-`save_pretrained` writes the small model as a folder that plain transformers loads.
+`save_pretrained` writes the small model as a folder that plain transformers loads, and
+`folder_settings` finds the settings with which it can.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ..errors import PruneError
 from ..tracing.model_state import Example
 from ..training.pruner import Pruner
 from ..validation.optional_packages import missing_package
+from .folder_settings import folder_settings
 from .gate_group import separate_gates, take_gates_out
 from .pretrained_folder import save_pretrained
 
@@ -28,7 +30,8 @@ except ImportError as error:
     ) from error
 
 
-__all__ = ["PruningTrainer", "save_pretrained"]
+__all__ = ["PruningTrainer", "folder_settings", "save_pretrained"]
+_OF_FOLDERS = ("keep", "norms", "multiple_of", "min_channels")  # what `folder_settings` takes
 
 
 class PruningTrainer(Trainer):
@@ -44,7 +47,8 @@ class PruningTrainer(Trainer):
 
     Args:
         *args: as for `Trainer`.
-        pruning: arguments of `Pruner`, such as {"macs": 0.5}; without `steps`.
+        pruning: arguments of `Pruner`, such as {"macs": 0.5}; without `steps`. With "folder": True,
+            `folder_settings` adds those with which `save_pretrained` can write the result.
         example_inputs: what the model takes; by default the first batch, without labels.
         **kwargs: as for `Trainer`; `model_init` is not possible.
 
@@ -120,9 +124,18 @@ class PruningTrainer(Trainer):
             loader = self.get_train_dataloader()
             steps = self.set_initial_training_values(self.args, loader)[-1]
             example = self._first_batch(loader)
-            self._pruner = Pruner(self.model, example, **{"steps": steps, **self.pruning})
+            settings = self._settings(example)
+            self._pruner = Pruner(self.model, example, **{"steps": steps, **settings})
             self.add_callback(_BestWithinBudget(self._pruner))
         return self._pruner
+
+    def _settings(self, example: Example) -> dict[str, Any]:
+        """Return the arguments of the pruner, with those for a folder if one is wanted."""
+        settings = dict(self.pruning)
+        if settings.pop("folder", False):
+            given = {name: settings.pop(name) for name in _OF_FOLDERS if name in settings}
+            settings.update(folder_settings(self.model, example, **given))
+        return settings
 
     def train(self, *args: object, **kwargs: object) -> object:
         """Train as `Trainer` does, with gates in the model."""

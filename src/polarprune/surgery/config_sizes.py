@@ -42,15 +42,16 @@ _PER_LAYER = "per_layer_config"  # layer -> numbers that replace those of the co
 _MOST_CONFIGS = 16
 
 
-class _Sizes(NamedTuple):
+class Sizes(NamedTuple):
     """The sizes of a model's tensors, and the integers that its modules hold."""
 
     shapes: dict[Place, int]
     attributes: dict[Place, int]
 
 
-def _sizes(model: nn.Module) -> _Sizes:
-    sizes = _Sizes({}, {})
+def sizes_of(model: nn.Module) -> Sizes:
+    """Return the sizes of a model."""
+    sizes = Sizes({}, {})
     for name, tensor in model.state_dict().items():
         sizes.shapes.update({(name, axis): size for axis, size in enumerate(tensor.shape)})
     for path, module in model.named_modules():
@@ -112,7 +113,7 @@ def parts_of(config: Config, key: Key = ()) -> Iterator[tuple[Key, Config]]:
             yield from parts_of(value, (*key, name))
 
 
-def _refusal(config: Config) -> str:
+def refusal_of(config: Config) -> str:
     """Return why a config cannot be read from a file; empty if it can."""
     try:
         type(config).from_dict(config.to_dict())
@@ -150,22 +151,54 @@ class _Demand:
         return product == self.ratio
 
 
+class BuiltSizes:
+    """The sizes of the models that a class builds from a config with other numbers, each once.
+
+    Args:
+        model: A model of the class, with the config.
+
+    Raises:
+        PruneError: If the class cannot be built from its config.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.family, self.config = plain_class(model), model.config
+        self._known: dict[frozenset[tuple[Key, int]], Sizes | None] = {}
+        try:
+            self.before = sizes_of(without_weights(self.family, copy.deepcopy(self.config)))
+        except Exception as error:
+            raise PruneError(f"{self.family.__name__}(config) fails: {error!r}") from error
+
+    def measure(self, numbers: Mapping[Key, int]) -> Sizes | None:
+        """Return the sizes of a model that is built with other numbers, if it can be built."""
+        key = frozenset(numbers.items())
+        if key not in self._known:
+            self._known[key] = None
+            with suppress(Exception):  # the class or its config refuses these numbers
+                new = with_numbers(self.config, numbers)
+                self._known[key] = sizes_of(without_weights(self.family, new))
+        return self._known[key]
+
+
 class ConfigSearch:
     """Finds the configs from which the class of a pruned model builds the pruned shapes.
 
     Args:
         model: A pruned model. Its `config` has the sizes of the original, or the true ones.
+        wanted: The sizes to look for, by default those of the model.
+        built: What is known about the class and the config of the model.
 
     Raises:
         PruneError: If the class does not build the layers of the model from its config.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.family, self.config, self.wanted = plain_class(model), model.config, _sizes(model)
-        try:
-            self.before = _sizes(without_weights(self.family, copy.deepcopy(self.config)))
-        except Exception as error:
-            raise PruneError(f"{self.family.__name__}(config) fails: {error!r}") from error
+    def __init__(
+        self, model: nn.Module, wanted: Sizes | None = None, built: BuiltSizes | None = None
+    ) -> None:
+        built = built or BuiltSizes(model)
+        self.family, self.config, self.measure = built.family, built.config, built.measure
+        self.before, self.wanted = built.before, wanted or sizes_of(model)
+        self.refused = ""  # why the likeliest of the configs with these sizes cannot be read
         if self.before.shapes.keys() != self.wanted.shapes.keys():
             lost = {name for name, _ in self.before.shapes.keys() ^ self.wanted.shapes.keys()}
             raise PruneError(
@@ -189,18 +222,13 @@ class ConfigSearch:
                 config = with_numbers(self.config, {**given, **numbers})
                 measured = self.measure({**given, **numbers})
                 if measured is not None and measured.shapes == self.wanted.shapes:
-                    fits, reason = True, _refusal(config)
+                    fits, reason = True, refusal_of(config)
+                    self.refused = self.refused or reason
                     if not reason:
                         yield config
             if fits and not reason:
                 return
         raise PruneError(reason)
-
-    def measure(self, numbers: Mapping[Key, int]) -> _Sizes | None:
-        """Return the sizes of a model that is built with other numbers, if it can be built."""
-        with suppress(Exception):  # the class or its config refuses these numbers
-            return _sizes(without_weights(self.family, with_numbers(self.config, numbers)))
-        return None
 
     def _given_numbers(self) -> Iterator[dict[Key, int]]:
         """Yield numbers to add to the config: none, those that it implies, and those for layers."""

@@ -47,14 +47,14 @@ class Pruner(PruningRun):
     Args:
         model: the model to prune. It gets gates, in place. It may be sharded by `fully_shard`.
         example_inputs: what `model(...)` takes: a tensor, or a tuple or dict of arguments.
-        macs: budget for the MACs, as a fraction of the original (0.5 is half). It is met at the end
-            and never exceeded.
+        macs: budget for the MACs, as a fraction of the original, met at the end, never exceeded.
         params: the same for the parameters. Budgets can be combined.
         latency: the same for the time of a forward pass in eval mode, measured on the example
             and on its device. An export that takes over 5 % more is refused.
         lam: the paper's plain mode instead of a budget: a fixed λ, with no ratio set in advance.
         steps: the number of optimizer steps of the training.
         keep: patterns of module names whose channels are frozen.
+        frozen: names of groups that are frozen, each with the reason (`folder_settings` gives it).
         multiple_of: every kept width is a multiple of this number. "auto" means 8 in groups of at
             least 64 channels, because CPUs, GPUs and ONNX Runtime are slow with odd widths, and 1
             in narrower groups; with `lam`, which is the paper's, it means 1 everywhere.
@@ -111,6 +111,7 @@ class Pruner(PruningRun):
         lam: float | None = None,
         steps: int,
         keep: str | Iterable[str] = (),
+        frozen: Mapping[str, str] | None = None,
         multiple_of: int | str = "auto",
         min_channels: int = 0,
         uniform: bool | str | Iterable[str] = False,
@@ -125,7 +126,7 @@ class Pruner(PruningRun):
         limits = check_settings(wanted, lam, steps, multiple_of, compact, keep)
         same = plain_uniform(uniform, lam)
         trace = partial(survey, keep=keep, rules=rules, norms=norms, min_channels=min_channels)
-        trace = partial(trace, compare_outputs=True, uniform=same)
+        trace = partial(trace, compare_outputs=True, uniform=same, frozen=frozen)
         super().__init__(
             model,
             own_copy(example_inputs),  # the user may overwrite theirs

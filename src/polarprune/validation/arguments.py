@@ -116,6 +116,19 @@ def keep_patterns(keep: object) -> tuple[str, ...]:
     return found
 
 
+def checked_reasons(frozen: object) -> dict[str, str]:
+    """Return names of groups with the reasons why they are frozen."""
+    found = frozen or {}
+    if not isinstance(found, Mapping) or not all(
+        isinstance(one, str) for one in (*found, *found.values())
+    ):
+        raise PruneError(
+            f"frozen={frozen!r}: give a dict from names of groups to reasons, as "
+            f"frozen={{'layer1.0.conv1': 'the config has no number for it'}}."
+        )
+    return dict(found)
+
+
 def checked_rules(rules: object) -> dict[object, Rule]:
     """Return the user's rules; an error that a rule raises names the rule."""
     if rules is None:
