@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import PruneError
+from ..torch_internals.markers import attached_state
 from ..torch_internals.patches import optimizers_reported
 from ..tracing.model_state import Example
 from ..training.pruner import Pruner
@@ -17,9 +18,11 @@ from .loggers import watch
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.plugins import HalfPrecision
 except ImportError:
     try:
         from pytorch_lightning import Callback, LightningModule, Trainer
+        from pytorch_lightning.plugins import HalfPrecision
     except ImportError as error:
         raise missing_package(
             "lightning", needed_for="PruningCallback", extra="lightning"
@@ -75,21 +78,13 @@ class PruningCallback(Callback):
         """Install gates after `configure_model` has run, before weights are loaded or wrapped."""
         if stage != "fit":
             return
-        if self._pruner is not None:
-            raise PruneError(
-                "PruningCallback: it has pruned a model already. To resume, build the module and "
-                "the callback again, and call trainer.fit(ckpt_path=...); to continue training, "
-                "fit a module that holds callback.export(), without the callback."
-            )
-        if trainer.strategy.restore_checkpoint_after_setup:
-            raise PruneError(
-                f"PruningCallback: {type(trainer.strategy).__name__} makes other parameters than "
-                f"the module has; train on one device, or with strategy='ddp'."
-            )
+        self._check(trainer, type(pl_module))
         load, prepare = pl_module.on_load_checkpoint, trainer.strategy.setup
 
         def on_load_checkpoint(checkpoint: dict[str, object]) -> None:
             self._build(trainer, pl_module)
+            if "current_model_state" in checkpoint:  # WeightAveraging stored its average first
+                pl_module.load_state_dict(checkpoint["current_model_state"])
             load(checkpoint)
 
         def strategy_setup(trainer: Trainer) -> None:
@@ -104,6 +99,24 @@ class PruningCallback(Callback):
         if all(getattr(kind, hook) is getattr(LightningModule, hook) for hook in late):
             self._build(trainer, pl_module)  # now, for callbacks that copy the module
 
+    def _check(self, trainer: Trainer, kind: type[LightningModule]) -> None:
+        """Refuse what a pruner cannot follow."""
+        strategy, earlier = trainer.strategy, trainer.callbacks[: trainer.callbacks.index(self)]
+        copied = any(isinstance(part, kind) for one in _held(earlier) for part in one.modules())
+        wrong = {
+            "it has pruned a model already. To resume, build the module and the callback again, "
+            "and call trainer.fit(ckpt_path=...); to train on, fit a module that holds "
+            "callback.export(), without the callback.": self._pruner is not None,
+            f"{type(strategy).__name__} makes other parameters than the module has; train on one "
+            f"device, or with strategy='ddp'.": strategy.restore_checkpoint_after_setup,
+            "half precision is too coarse for the steps of gates; set precision='bf16-mixed' or "
+            "'16-mixed'.": isinstance(trainer.precision_plugin, HalfPrecision),
+            "another callback copied the module before it got gates; let PruningCallback be the "
+            "first of callbacks=[...].": copied,
+        }
+        for what in [what for what, found in wrong.items() if found]:
+            raise PruneError(f"PruningCallback: {what}")
+
     def _build(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Build the pruner, unless that was done when a checkpoint was loaded."""
         if self._pruner is not None:
@@ -116,9 +129,11 @@ class PruningCallback(Callback):
                 "PruningCallback: give what the module's forward takes, as "
                 "PruningCallback(example_inputs, ...), or set the module's example_input_array."
             )
-        pl_module.to(trainer.strategy.root_device)
+        precision = trainer.precision_plugin  # it may convert the module to float64
+        precision.convert_module(pl_module.to(trainer.strategy.root_device))
         settings = {"steps": trainer.estimated_stepping_batches, **self.settings}
-        self._pruner = Pruner(pl_module.get_submodule(self.module), example, **settings)
+        model = _part(pl_module, self.module)
+        self._pruner = Pruner(model, precision.convert_input(example), **settings)
 
     def _place_gates(self, optimizer: Optimizer) -> None:
         """Give the gates to the first optimizer that holds weights of the pruned model."""
@@ -128,6 +143,8 @@ class PruningCallback(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach the pruner, and let the trainer's loggers watch it."""
         del pl_module.on_load_checkpoint, trainer.strategy.setup  # their own again
+        if trainer.ckpt_path:  # the data were set up to count the steps, before their state is read
+            trainer.fit_loop._combined_loader = None
         if self._holder is None:
             raise PruneError(
                 "PruningCallback: configure_optimizers made no optimizer of torch that holds "
@@ -135,5 +152,30 @@ class PruningCallback(Callback):
             )
         others = [one for one in trainer.optimizers if one is not self._holder]
         self.pruner.attach(self._holder, *others)
+        self.pruner.copies = [  # averages that have had no update yet, too
+            one
+            for one in _held(trainer.callbacks)
+            if any(map(attached_state, one.modules())) and self.pruner.model not in one.modules()
+        ]
         for logger in trainer.loggers:
             watch(self.pruner, logger)
+
+
+def _held(callbacks: list[Callback]) -> list[nn.Module]:
+    """Return the modules that callbacks hold, such as averages of the trained one."""
+    return [
+        value for one in callbacks for value in vars(one).values() if isinstance(value, nn.Module)
+    ]
+
+
+def _part(pl_module: LightningModule, name: str) -> nn.Module:
+    """Return the part to prune."""
+    try:
+        found: nn.Module = pl_module.get_submodule(name)
+    except AttributeError as error:
+        parts = ", ".join(part for part, _ in pl_module.named_children())
+        raise PruneError(
+            f"PruningCallback: {type(pl_module).__name__} has no module={name!r}; its parts are "
+            f"{parts}."
+        ) from error
+    return found
