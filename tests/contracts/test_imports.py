@@ -88,6 +88,7 @@ ORDER: dict[str, list[str]] = {
         "repeatable_runs",
         "precision",
         "proof",
+        "cut_proof",
         "recipe",
         "module_sizes",
         "replacement_layers",

@@ -73,10 +73,14 @@ def make_plain(model: nn.Module, names: Iterable[str]) -> nn.Module:
     """Replace these computed weights by plain parameters with their values, in place."""
     wanted = set(names)
     found = [item for item in parametrized(model) if item[0] in wanted] if wanted else []
-    # Compute all values before anything changes: one weight may be computed from another.
-    values = [_value(module, leaf, parts) for _, module, leaf, parts in found]
-    for (_, module, leaf, parts), value in zip(found, values, strict=True):
+    others = [item for item in found if not _only_gates(item[-1])]
+    # Compute all of these before anything changes: one weight may be computed from another.
+    values = [_value(module, leaf, parts) for _, module, leaf, parts in others]
+    for (_, module, leaf, parts), value in zip(others, values, strict=True):
         _replace_by_value(module, leaf, parts, value)
+    for _, module, leaf, parts in found:  # of gates, one after the other, to save memory
+        if _only_gates(parts):
+            _replace_by_value(module, leaf, parts, _value(module, leaf, parts))
     return model
 
 

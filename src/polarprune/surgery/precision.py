@@ -66,6 +66,41 @@ class StaysWide(TorchFunctionMode):
         return argument
 
 
+class WidensOnReading(StaysWide):
+    """Compute in a wide precision with narrower weights: an operation converts those that it reads.
+
+    So a model need not be converted as a whole, which takes twice its memory or more.
+    """
+
+    def __torch_function__(
+        self,
+        func: TorchFunction,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        """Run one function of torch with wide tensors in place of narrower ones."""
+        name = str(getattr(func, "__name__", ""))
+        if name in _READS_NO_VALUES:
+            return self._widened(func(*args, **(kwargs or {})))
+        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        first = args[:1] if writes else ()  # it is converted when it is written to
+        args = (*first, *(tree_map_only(Tensor, self._read, one) for one in args[len(first) :]))
+        named = {key: tree_map_only(Tensor, self._read, one) for key, one in (kwargs or {}).items()}
+        return super().__torch_function__(func, types, args, named)
+
+    def _read(self, x: Tensor) -> Tensor:
+        return x.to(self.wide) if x.dtype in _NARROW[self.wide] else x
+
+
+# Functions that are cheap, or refer to a tensor: properties, sizes, memory.
+_READS_NO_VALUES = {
+    *("__get__", "__set__", "__len__", "__hash__", "__bool__", "size", "dim", "numel", "stride"),
+    *("element_size", "storage_offset", "data_ptr", "untyped_storage", "is_contiguous"),
+    *("is_floating_point", "is_complex", "requires_grad_", "get_device"),
+}
+
+
 class StaysDouble(StaysWide):
     """Compute in float64 where the model's code asks for float32, bfloat16 or float16."""
 

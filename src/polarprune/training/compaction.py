@@ -19,7 +19,7 @@ from ..analysis.trace import changed
 from ..channels.graph import Graph
 from ..errors import PruneError
 from ..gates.gate import Gate
-from ..surgery.proof import prove_cut
+from ..surgery.cut_proof import prove_cut
 from ..tracing.copying import copy_model
 from ..tracing.model_state import Example, clear_slots, empty_slots, slots_cleared
 from ..validation.run import check_unchanged
@@ -154,13 +154,13 @@ class Compaction:
     def _prove(self, rebuild: Rebuild, example: Example) -> None:
         """Compact a copy and compare it with the model."""
 
-        def compacted(gated: nn.Module) -> nn.Module:
-            trial = copy_model(gated)
+        def compacted(gated: nn.Module, copied: bool) -> nn.Module:
+            trial = copy_model(gated) if copied else gated
             rebuild.gated(trial, gates_in(trial, self.model, self.gates))
             return trial
 
         with slots_cleared(self.slots):
-            prove_cut(self.model, compacted(self.model), example, compacted, _TOLERANCE)
+            prove_cut(self.model, compacted(self.model, True), example, compacted, _TOLERANCE)
 
     def apply(
         self, rebuild: Rebuild, optimizers: Sequence[Optimizer], copies: Sequence[nn.Module]

@@ -32,9 +32,12 @@ from ..tracing.copying import copy_model
 from ..tracing.model_state import named_tensors
 
 
-def ungated(model: nn.Module, graph: Graph) -> nn.Module:
-    """Return a copy with plain weights: gates and parametrizations are folded into them."""
-    return without_computed_weights(plain(model), graph.forward_weights)
+def ungated(model: nn.Module, graph: Graph, *, copied: bool = True) -> nn.Module:
+    """Return a copy with plain weights: gates and parametrizations are folded into them.
+
+    With `copied=False` the model itself is used up.
+    """
+    return without_computed_weights(plain(model, copied=copied), graph.forward_weights)
 
 
 def skeleton(model: nn.Module) -> nn.Module:

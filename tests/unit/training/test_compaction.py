@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import polarprune as pp
-from polarprune.surgery.proof import prove_cut
+from polarprune.surgery.cut_proof import prove_cut
 from polarprune.surgery.replacement_layers import Constant
 from tests.helpers.exact import counted, difference, run
 from tests.helpers.nets import NETS, randomise
