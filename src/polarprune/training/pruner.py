@@ -34,7 +34,13 @@ from ..validation.arguments import (
 )
 from ..validation.optimizers import check_gates, check_known, check_rates, raw_optimizers
 from ..validation.pruner_state import State, check_state
-from ..validation.run import check_done, check_finite, check_weights, warn_of_early_export
+from ..validation.run import (
+    check_done,
+    check_finite,
+    check_step_by_hand,
+    check_weights,
+    warn_of_early_export,
+)
 from .parameter_groups import NoDecay, ParameterGroup, weight_groups
 from .rebuild import check_held
 from .run import PruningRun
@@ -55,18 +61,15 @@ class Pruner(PruningRun):
         steps: the number of optimizer steps of the training.
         keep: patterns of module names whose channels are frozen.
         frozen: names of groups that are frozen, each with the reason (`folder_settings` gives it).
-        multiple_of: every kept width is a multiple of this number. "auto" means 8 in groups of at
-            least 64 channels, because CPUs, GPUs and ONNX Runtime are slow with odd widths, and 1
-            in narrower groups; with `lam`, which is the paper's, it means 1 everywhere.
+        multiple_of: every kept width is a multiple of this number. "auto": 8 in groups of at least
+            64 channels, because odd widths are slow; 1 in narrower groups, and with `lam`.
         min_channels: the least channels that a group keeps; with 0, whole branches may be removed.
         uniform: True: groups at the same position of repeated blocks keep the same number of
-            channels or heads, not necessarily the same ones. Or patterns of names of groups: those
-            that match one pattern, and are equally wide, stay so. `graph.families` lists them.
+            channels or heads. Or patterns of names: equally wide groups that match one stay so.
         schedule: how ε and the cost decrease over the steps.
         rules: rules for unknown operations, `{torch.ops.…: rule}` (see `polarprune.rules`).
         norms: make channels prunable that layer, RMS and group norms mix (see `trace`).
-        compact: "auto" calls `compact()` whenever an eighth of the MACs has closed, as long as
-            enough steps remain. Steps and MACs decide, never a clock.
+        compact: "auto" calls `compact()` whenever an eighth of the MACs has closed, if that pays.
 
     Attributes:
         gates: the gate of each prunable group, by group name.
@@ -75,8 +78,7 @@ class Pruner(PruningRun):
         watchers: functions that are called with every new row of `history`.
         landing: the gates and the share of the MACs that were closed at once at the deadline.
         proof: the largest difference that the last `export` found, for every mode.
-        copies: copies of the gated model, such as averaged weights, that `compact` cuts besides
-            those that it finds: deep copies that were updated since.
+        copies: copies of the gated model that `compact` cuts besides the averages that it finds.
 
     Raises:
         PruneError: if an argument is wrong, the model cannot be traced, no channel is prunable, or
@@ -85,9 +87,8 @@ class Pruner(PruningRun):
     Example:
         >>> import torch
         >>> import polarprune as pp
-        >>> model = torch.nn.Sequential(
-        ...     torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4)
-        ... )
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
         >>> x = torch.randn(16, 8)
         >>> pruner = pp.Pruner(model, x, macs=0.5, steps=50)
         >>> optimizer = torch.optim.SGD(pruner.param_groups(lr=0.1), momentum=0.9)
@@ -200,25 +201,24 @@ class Pruner(PruningRun):
         optimizer.register_step_post_hook(lambda opt, args, kw: self._after_step(opt))
 
     def step(self) -> None:
-        """Move the gates by one step; `attach` calls this after every optimizer step.
+        """Move the gates by one step, after an optimizer step. Not needed after `attach`.
 
         After the announced number of steps, it warns once and leaves the gates as they are.
 
         Raises:
-            PruneError: if gates are NaN or infinite, or parts of different checkpoints were loaded.
+            PruneError: if an optimizer is attached, gates are not finite, or checkpoints are mixed.
 
         Example:
             >>> optimizer.step()
             >>> pruner.step()  # only if the optimizer is not attached
         """
+        check_step_by_hand(self._optimizer, rate_known=self.lam is None or self._lr is not None)
+        self._move_gates()
+
+    def _move_gates(self) -> None:
         self._step_check(self.step_count)  # where attached, the optimizer was compared before
         if self._hold_if_done():
             return
-        if self.lam is not None and self._optimizer is None and self._lr is None:
-            raise PruneError(
-                "step: with lam= the pruner has to know the gates' learning rate: build the "
-                "optimizer with pruner.param_groups(lr=...), and attach it."
-            )
         captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if not captured:
             self._check_gates_if_due()
@@ -248,7 +248,7 @@ class Pruner(PruningRun):
     def _after_step(self, optimizer: Optimizer) -> None:
         skipped = bool(getattr(optimizer, "found_inf", None))  # by a fused optimizer itself
         if not skipped and not only_makes_state(optimizer):
-            self.step()
+            self._move_gates()
 
     # --- the state of the run ---------------------------------------------------------------------
 

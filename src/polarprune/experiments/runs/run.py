@@ -247,7 +247,7 @@ class Run:
         settings = self.settings
         steps = min(steps, self.batches.per_epoch - WARM_UP)
         if steps < 1:
-            raise PruneError(f"--dry-run: an epoch has only {self.batches.per_epoch} batches.")
+            raise PruneError(f"--dry-run: an epoch has too few batches: {self.batches.per_epoch}.")
         stages = {}
         if not (trained or is_published(settings)):
             epochs, lr = max(settings.baseline_epochs, 1), settings.baseline_lr
