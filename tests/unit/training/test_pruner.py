@@ -440,14 +440,14 @@ def test_a_deep_copy_of_a_gated_model_shares_its_gates_within_and_not_without() 
 def test_where_float32_rounds_too_coarsely_the_proof_is_made_in_float64(monkeypatch) -> None:
     """As on a GPU with TF32: the single-precision comparison fails, the double one decides."""
     pruner = prune(digits_resnet(8), STEPS, channels=1, size=8, macs=0.5)
-    real = polarprune.surgery.proof.prove_equal
+    real = polarprune.surgery.cut_proof.prove_equal
 
     def coarse(one: nn.Module, *rest: Any) -> Any:
         if next(one.parameters()).dtype == torch.float32:
             raise pp.PruneError("rounded")
         return real(one, *rest)
 
-    monkeypatch.setattr(polarprune.surgery.proof, "prove_equal", coarse)
+    monkeypatch.setattr(polarprune.surgery.cut_proof, "prove_equal", coarse)
     pruner.export()
     assert set(pruner.proof) > {"eval, in float64", "train, in float64"}
     assert all(key.endswith(", in float64") for key in pruner.proof)
