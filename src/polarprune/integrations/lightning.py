@@ -15,6 +15,7 @@ from ..training.pruner import Pruner
 from ..validation.optional_packages import missing_package
 from .gate_group import separate_gates
 from .loggers import watch
+from .refusals import refuse
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -114,8 +115,7 @@ class PruningCallback(Callback):
             "another callback copied the module before it got gates; let PruningCallback be the "
             "first of callbacks=[...].": copied,
         }
-        for what in [what for what, found in wrong.items() if found]:
-            raise PruneError(f"PruningCallback: {what}")
+        refuse("PruningCallback", wrong)
 
     def _build(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Build the pruner, unless that was done when a checkpoint was loaded."""
