@@ -50,7 +50,9 @@ def make_model(name: str, classes: int | None = None) -> nn.Module:
         return _packaged(name, {} if classes is None else {"num_classes": classes})
     model = call_factory(name, "model", classes)
     if not isinstance(model, nn.Module):
-        raise PruneError(f"{name}: it returned a {type(model).__name__}; give a model factory.")
+        raise PruneError(
+            f"{name}: it returned a value of type {type(model).__name__}; return a torch.nn.Module."
+        )
     return model
 
 

@@ -146,6 +146,7 @@ ORDER: dict[str, list[str]] = {
     "files": ["deployment", "untrusted", "old_versions", "writing", "model_file"],
     "integrations": [
         "gate_group",
+        "refusals",
         "loggers",
         "accelerate",
         "lightning",

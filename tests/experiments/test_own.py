@@ -75,7 +75,7 @@ def test_models_of_packages_are_made_with_the_number_of_classes(name: str) -> No
         ("timm:hf-hub:someone/something", "timm has no model 'hf-hub:someone/something'"),
         ("model.py:make", "the model could not be made: FileNotFoundError"),
         ("nowhere", "give package.module:factory, file.py:factory, timm:NAME or torchvision:NAME"),
-        (f"{HELPER}:data_sets", "it returned a tuple; give a model factory"),
+        (f"{HELPER}:data_sets", "it returned a value of type tuple; return a torch.nn.Module"),
     ],
 )
 def test_a_wrong_name_is_refused(name: str, said: str) -> None:

@@ -15,6 +15,7 @@ from ..training.pruner import Pruner
 from ..validation.optional_packages import missing_package
 from .gate_group import separate_gates
 from .loggers import watch
+from .refusals import refuse
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -78,17 +79,17 @@ class PruningCallback(Callback):
         """Install gates after `configure_model` has run, before weights are loaded or wrapped."""
         if stage != "fit":
             return
-        self._check(trainer, type(pl_module))
+        self._check(trainer)
         load, prepare = pl_module.on_load_checkpoint, trainer.strategy.setup
 
         def on_load_checkpoint(checkpoint: dict[str, object]) -> None:
-            self._build(trainer, pl_module)
+            self._build(trainer, pl_module, trainer.callbacks)
             if "current_model_state" in checkpoint:  # WeightAveraging stored its average first
                 pl_module.load_state_dict(checkpoint["current_model_state"])
             load(checkpoint)
 
         def strategy_setup(trainer: Trainer) -> None:
-            self._build(trainer, pl_module)
+            self._build(trainer, pl_module, trainer.callbacks)
             with optimizers_reported(self._place_gates):
                 prepare(trainer)  # wraps the model, and calls configure_optimizers
 
@@ -97,12 +98,12 @@ class PruningCallback(Callback):
         late = "configure_model", "setup"  # hooks that may make the network
         kind = type(pl_module)
         if all(getattr(kind, hook) is getattr(LightningModule, hook) for hook in late):
-            self._build(trainer, pl_module)  # now, for callbacks that copy the module
+            earlier = trainer.callbacks[: trainer.callbacks.index(self)]
+            self._build(trainer, pl_module, earlier)  # now, for callbacks that copy the module
 
-    def _check(self, trainer: Trainer, kind: type[LightningModule]) -> None:
+    def _check(self, trainer: Trainer) -> None:
         """Refuse what a pruner cannot follow."""
-        strategy, earlier = trainer.strategy, trainer.callbacks[: trainer.callbacks.index(self)]
-        copied = any(isinstance(part, kind) for one in _held(earlier) for part in one.modules())
+        strategy = trainer.strategy
         wrong = {
             "it has pruned a model already. To resume, build the module and the callback again, "
             "and call trainer.fit(ckpt_path=...); to train on, fit a module that holds "
@@ -111,24 +112,24 @@ class PruningCallback(Callback):
             f"device, or with strategy='ddp'.": strategy.restore_checkpoint_after_setup,
             "half precision is too coarse for the steps of gates; set precision='bf16-mixed' or "
             "'16-mixed'.": isinstance(trainer.precision_plugin, HalfPrecision),
-            "another callback copied the module before it got gates; let PruningCallback be the "
-            "first of callbacks=[...].": copied,
         }
-        for what in [what for what, found in wrong.items() if found]:
-            raise PruneError(f"PruningCallback: {what}")
+        refuse("PruningCallback", wrong)
 
-    def _build(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Build the pruner, unless that was done when a checkpoint was loaded."""
+    def _build(self, trainer: Trainer, pl_module: LightningModule, earlier: list[Callback]) -> None:
+        """Build the pruner, unless that was done; `earlier` callbacks have been set up before."""
         if self._pruner is not None:
             return
         example = self.example_inputs
         if example is None:
             example = pl_module.example_input_array
-        if example is None:
-            raise PruneError(
-                "PruningCallback: give what the module's forward takes, as "
-                "PruningCallback(example_inputs, ...), or set the module's example_input_array."
-            )
+        wrong = {
+            "another callback copied the module before it got gates; let PruningCallback be the "
+            "first of callbacks=[...], and make the network in __init__, without the hooks setup "
+            "and configure_model.": _is_copied(pl_module, earlier),
+            "give what the module's forward takes, as PruningCallback(example_inputs, ...), or set "
+            "the module's example_input_array.": example is None,
+        }
+        refuse("PruningCallback", wrong)
         precision = trainer.precision_plugin  # it may convert the module to float64
         precision.convert_module(pl_module.to(trainer.strategy.root_device))
         settings = {"steps": trainer.estimated_stepping_batches, **self.settings}
@@ -166,6 +167,12 @@ def _held(callbacks: list[Callback]) -> list[nn.Module]:
     return [
         value for one in callbacks for value in vars(one).values() if isinstance(value, nn.Module)
     ]
+
+
+def _is_copied(pl_module: LightningModule, callbacks: list[Callback]) -> bool:
+    """Return whether one of these callbacks holds another module of the class of this one."""
+    others = [one for one in _held(callbacks) if one is not pl_module]
+    return any(isinstance(part, type(pl_module)) for one in others for part in one.modules())
 
 
 def _part(pl_module: LightningModule, name: str) -> nn.Module:

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import PruneError
 from ..tracing.model_state import Example
 from ..training.pruner import Pruner
 from ..validation.optional_packages import missing_package
 from .folder_settings import folder_settings
 from .gate_group import separate_gates, take_gates_out
 from .pretrained_folder import save_pretrained
+from .refusals import refuse
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerState
@@ -79,43 +79,34 @@ class PruningTrainer(Trainer):
 
     def _check(self) -> None:
         """Refuse what a pruner cannot follow."""
-        if self.model_init is not None:
-            raise PruneError("PruningTrainer: give model=..., since model_init makes several.")
-        if self.args.auto_find_batch_size:
-            raise PruneError(
-                "PruningTrainer: auto_find_batch_size=True changes the number of steps during the "
-                "training; set per_device_train_batch_size."
-            )
-        if self.lr_scheduler is not None:
-            raise PruneError(
-                "PruningTrainer: a scheduler that is made before the gates have a parameter group "
-                "does not set its rate; set lr_scheduler_type, or override create_scheduler."
-            )
-        if self.is_deepspeed_enabled or self.is_fsdp_xla_enabled:
-            raise PruneError(
-                "PruningTrainer: DeepSpeed and XLA's FSDP make other parameters than the model "
-                "has; train with DistributedDataParallel (torchrun, without these options), or "
-                "with fsdp=True and version 2 in fsdp_config."
-            )
+        wrong = {
+            "give model=..., since model_init makes several.": self.model_init is not None,
+            "auto_find_batch_size=True changes the number of steps during the training; set "
+            "per_device_train_batch_size.": self.args.auto_find_batch_size,
+            "a scheduler that is made before the gates have a parameter group does not set its "
+            "rate; set lr_scheduler_type, or override create_scheduler.": self.lr_scheduler,
+            "DeepSpeed and XLA's FSDP make other parameters than the model has; train with "
+            "DistributedDataParallel (torchrun, without these options), or with fsdp=True and "
+            "version 2 in fsdp_config.": self.is_deepspeed_enabled or self.is_fsdp_xla_enabled,
+        }
+        refuse("PruningTrainer", wrong)
         if self.is_fsdp_enabled:
             self._check_fsdp()
 
     def _check_fsdp(self) -> None:
         """Refuse options of FSDP that a pruner cannot follow."""
-        plugin, args = self.accelerator.state.fsdp_plugin, self.args
+        plugin = self.accelerator.state.fsdp_plugin
         wrong = {
-            "version 1 in fsdp_config; set 2": plugin.fsdp_version != 2,
-            "FULL_STATE_DICT; set state_dict_type to SHARDED_STATE_DICT in fsdp_config": (
-                "SHARDED" not in str(plugin.state_dict_type)
-            ),
-            "activation_checkpointing in fsdp_config; set gradient_checkpointing": (
-                plugin.activation_checkpointing
-            ),
-            "cpu_ram_efficient_loading; set False in fsdp_config": plugin.cpu_ram_efficient_loading,
-            "load_best_model_at_end; set False": args.load_best_model_at_end,
+            "version 1 does not work; set 2 in fsdp_config.": plugin.fsdp_version != 2,
+            "FULL_STATE_DICT does not work; set state_dict_type to SHARDED_STATE_DICT in "
+            "fsdp_config.": "SHARDED" not in str(plugin.state_dict_type),
+            "activation_checkpointing in fsdp_config does not work; set "
+            "gradient_checkpointing.": plugin.activation_checkpointing,
+            "cpu_ram_efficient_loading does not work; set False in "
+            "fsdp_config.": plugin.cpu_ram_efficient_loading,
+            "load_best_model_at_end does not work; set False.": self.args.load_best_model_at_end,
         }
-        for what in [what for what, found in wrong.items() if found]:
-            raise PruneError(f"PruningTrainer: FSDP does not work here with {what}.")
+        refuse("PruningTrainer with FSDP", wrong)
 
     @property
     def pruner(self) -> Pruner:

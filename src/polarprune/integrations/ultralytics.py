@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ..errors import PruneError
 from ..gates.folding import plain
 from ..training.pruner import Pruner
+from .refusals import refuse
 
 try:
     import numpy as np
@@ -112,12 +113,12 @@ class Pruning(BaseTrainer):
 
     def _check(self) -> None:
         """Refuse what this trainer cannot do."""
-        args = self.args
-        wrong = [k for k in ("time", "compile", "distill_model") if getattr(args, k, None)]
-        wrong += ["quantize=8"] * (getattr(args, "quantize", None) == 8)
-        wrong += ["several devices"] * (RANK != -1)
-        if wrong:
-            raise PruneError(f"train: pruning does not work with {wrong[0]}; train without it.")
+        options = ("time", "compile", "distill_model")
+        wrong = {name: getattr(self.args, name, None) for name in options}
+        wrong["quantize=8"] = getattr(self.args, "quantize", None) == 8
+        wrong["several devices"] = RANK != -1
+        text = "pruning does not work with {}; train without it."
+        refuse("train", {text.format(name): found for name, found in wrong.items()})
 
     def _optimizer_steps(self) -> int:
         """Return how many steps the loop of Ultralytics will take."""

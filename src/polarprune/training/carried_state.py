@@ -74,6 +74,8 @@ class CarriedState:
         """Remove the entry from a state dict, and give the model its widths."""
         _check_has_gates(module, state, prefix)
         entry: object = state.pop(prefix + STATE, None)
+        if entry is None and self.run is not None:
+            _check_no_wrapper(state, prefix)
         _give_all_names(module, state, prefix)
         if self.run is not None:
             entry = self.run.shared_entry(entry)
@@ -138,6 +140,18 @@ def _check_has_gates(model: nn.Module, state: dict[str, Tensor], prefix: str) ->
             raise PruneError(
                 f"load_state_dict: {prefix}{name} is of the model without gates. Load such weights "
                 f"before the Pruner is built, or the state of a gated model. Nothing was changed."
+            )
+
+
+def _check_no_wrapper(state: dict[str, Tensor], prefix: str) -> None:
+    """Refuse the state of a wrapper; with `strict=False`, torch would skip all of it."""
+    for key in state:
+        if key.startswith(prefix) and key.endswith(f".{STATE}"):
+            more = key.removeprefix(prefix).removesuffix(STATE)
+            raise PruneError(
+                f"load_state_dict: the names in this state begin with {more!r}, as it is of a "
+                f"wrapper of the model. Load it into the wrapper, or without that prefix. Nothing "
+                f"was changed."
             )
 
 

@@ -281,6 +281,22 @@ def test_a_killed_run_with_an_average_resumes_in_the_middle_of_an_epoch(
     assert same_state(found[0], found[2]) and not same_state(found[0], found[1])
 
 
+class SetUp(Classifier):
+    """Has a hook that may make the network."""
+
+    def setup(self, stage: str) -> None:
+        pass
+
+
+def test_an_average_from_before_a_network_that_is_made_late_is_refused() -> None:
+    callbacks = [PruningCallback(macs=0.5), Averaging()]
+    with pytest.raises(pp.PruneError, match=r"make the network in __init__, without the hooks"):
+        fit(SetUp(digits_resnet(8)), *callbacks)
+    pruning = PruningCallback(macs=0.5)
+    fit(SetUp(digits_resnet(8)), pruning)
+    assert pruning.pruner.landed
+
+
 REFUSED: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "an average comes first": (
         [Averaging(), PruningCallback(macs=0.5)],

@@ -298,6 +298,16 @@ def test_weights_of_the_model_without_gates_are_refused_and_nothing_changes(stri
     assert pruner.step_count == 3
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_the_state_of_a_wrapper_is_refused_and_nothing_changes(strict: bool) -> None:
+    (_, first, _), (_, second, _) = build(), build()
+    before = snapshot(second)
+    with pytest.raises(pp.PruneError, match=r"begin with 'module\.', as it is of a wrapper"):
+        second.load_state_dict(nn.DataParallel(first).state_dict(), strict=strict)
+    assert same_state(before, snapshot(second))
+    nn.DataParallel(second).load_state_dict(nn.DataParallel(first).state_dict())
+
+
 def test_other_weights_are_loaded_as_torch_does() -> None:
     pruner, model, _ = build()
     learn((pruner, model, _), 0, 2)
