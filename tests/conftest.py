@@ -16,6 +16,7 @@ torch.set_num_threads(1)
 def pytest_collection_finish() -> None:
     """Spare the garbage collector what was imported, which stays until the end."""
     gc.collect()
+    gc.freeze()
     gc.set_threshold(50_000, 20, 100)
 
 

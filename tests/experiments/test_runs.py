@@ -8,7 +8,9 @@ import dataclasses
 import json
 import pickle
 import shutil
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,6 +52,7 @@ from polarprune.experiments.settings import Settings
 from polarprune.surgery.proof import count_macs
 from tests.helpers.cifar import TINY, Tiny, images, runner, written
 from tests.helpers.command_line import train_tiny
+from tests.helpers.forked_commands import ForkedCommand
 
 pytestmark = pytest.mark.usefixtures("tiny")
 
@@ -731,23 +734,29 @@ def test_a_file_of_another_network_is_refused(tmp_path: Path) -> None:
 # --- all experiments ------------------------------------------------------------------------------
 
 
+FORKS = SimpleNamespace(Popen=ForkedCommand, STDOUT=subprocess.STDOUT)
+
+
 def test_experiments_run_one_after_the_other_and_leave_cards_and_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = written(tmp_path, "bin", count=10)
     few = {
-        "b": experiments.Experiment("resnet20", 0.4, after="a"),
-        "a": experiments.Experiment("resnet20", 0.5, seed=1, tune=1, ships="net-50"),
+        "b": experiments.Experiment("tiny", 0.4, after="a"),
+        "a": experiments.Experiment("tiny", 0.5, seed=1, tune=1, ships="net-50"),
         "common": experiments.Experiment("resnet20", keeps=True),
         "c": experiments.Experiment("resnet20", 0.6, after="common"),
-        "other": experiments.Experiment("resnet20", 0.5, after="nothing"),
+        "other": experiments.Experiment("tiny", 0.5, after="nothing"),
     }
     monkeypatch.setattr(experiments, "EXPERIMENTS", few)
     folders = [f"--{name}={tmp_path / name}" for name in ("runs", "results", "zoo")]
     small = [f"--set={change}" for change in ("epochs=2", "baseline_epochs=1", "batch=10")]
     given = [f"--data=cifar10:{tmp_path}", "--together=2", *folders, *small]
     assert experiments.main([*given, "other"]) == 1  # there is no baseline
-    assert experiments.main([*given, "a", "b"]) == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(experiments, "subprocess", FORKS)
+        assert experiments.main([*given, "a", "b"]) == 0
+        assert experiments.main([*given, "--set=epochs=none", "a"]) == 1  # what fails is counted
     cards = {
         name: json.loads((tmp_path / f"results/{name}/card.json").read_text()) for name in "ab"
     }
@@ -759,10 +768,10 @@ def test_experiments_run_one_after_the_other_and_leave_cards_and_models(
     assert accuracy(net, data.test) == shipped["accuracy"] == cards["a"]["table"][2]["accuracy"]
     assert shipped["sha256"] == cards["a"]["sha256"] and (tmp_path / shipped["log"]).exists()
     assert found["recipe"] == shipped["recipe"]
-    assert experiments.main([*given, "--set=epochs=none", "a"]) == 1  # what fails is counted
-    assert experiments.main([*given, "common"]) == 0
+    assert experiments.main([*given, "common"]) == 0  # in a process of its own
     assert (tmp_path / "results/common/baseline.safetensors").exists()
     shutil.rmtree(tmp_path / "runs")  # what was kept is enough to start from
+    monkeypatch.setattr(experiments, "subprocess", FORKS)
     assert experiments.main([*given, "c"]) == 0
 
 

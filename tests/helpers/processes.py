@@ -56,7 +56,7 @@ def fork_two(task: Callable[[], object]) -> bool:
         port = free.getsockname()[1]
     shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     gc.freeze()  # else a collection in a fork would copy all that they share
-    running = {_fork(task, {**shared, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"}
+    running = {fork(task, {**shared, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"}
     codes = []
     while running:
         pid, status = os.wait()
@@ -67,7 +67,7 @@ def fork_two(task: Callable[[], object]) -> bool:
     return codes == [0, 0]
 
 
-def _fork(task: Callable[[], object], variables: dict[str, str]) -> int:
+def fork(task: Callable[[], object], variables: dict[str, str]) -> int:
     """Run a task in a fork with these environment variables; return the fork's number."""
     pid = os.fork()
     if pid:

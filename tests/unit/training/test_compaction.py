@@ -57,11 +57,11 @@ def trained(
 ) -> tuple[pp.Pruner, list[Tensor], Any]:
     """Train a run in which gates close at two steps and which is compacted at other steps."""
     model, inputs = NETS[name]()
-    for module in model.modules():
+    inputs = double(inputs)
+    pruner = pp.Pruner(model.double(), inputs, lam=1e-9, steps=steps)  # traced as by other tests
+    for module in model.train().modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # else other random numbers fall on what is left
-    inputs = double(inputs)
-    pruner = pp.Pruner(model.double().train(), inputs, lam=1e-9, steps=steps)
     optimizer = make(pruner)
     pruner.attach(optimizer)
     outs: list[Tensor] = []
