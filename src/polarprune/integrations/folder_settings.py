@@ -2,8 +2,9 @@
 
 A config has one number for all blocks, some numbers stand for several sizes, and some are refused.
 There is no table of families here: every group, with those at the same position of other blocks, is
-tried with several widths (`ConfigTrials`). Groups that no config can tell alone are tried together
-with others of the same size, and get one width if that helps. The rest is frozen, with the reason.
+tried with several widths (`ConfigTrials`). Groups that no config can express alone are tried
+together with others of the same size, and get one width if that helps. The rest is frozen, with the
+reason.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def folder_settings(
         min_channels: As for `Pruner`; at least 1, because no config can leave out a layer.
 
     Returns:
-        These arguments, `uniform`, and `frozen`: the groups that a config cannot tell, and why.
+        These arguments, `uniform`, and `frozen`: the groups that a config cannot express, and why.
 
     Raises:
         PruneError: If nothing is left to prune, or the model cannot be traced.
@@ -75,19 +76,19 @@ def folder_settings(
             best = max(best, _Choice(graph, trials, multiple), key=_Choice.removable)
     if not best.families:
         raise PruneError(
-            f"folder_settings: no config of {type(trials.part).__name__} can tell the sizes of a "
-            f"pruned model: {next(iter(best.frozen.values()), 'no channel is prunable')}"
+            f"folder_settings: no config of {type(trials.part).__name__} can express the sizes of "
+            f"a pruned model: {next(iter(best.frozen.values()), 'no channel is prunable')}"
         )
     found = {**given, "multiple_of": best.multiple_of, **best.settings()}
     return {name: value for name, value in found.items() if value not in ({}, [], False, _AUTO)}
 
 
 class _Choice:
-    """The families that a config can tell with one `multiple_of`, and why it cannot tell others.
+    """The families that a config can express with one `multiple_of`, and why not the others.
 
     Attributes:
         families: The families to prune; those that were joined have one width.
-        frozen: The groups that stay whole, and why.
+        frozen: The groups to freeze, and why.
         multiples: Larger multiples, with which a frozen family could be pruned.
     """
 
@@ -131,14 +132,14 @@ class _Choice:
     # --- families, one by one ---
 
     def _why_not(self, family: Family) -> str:
-        """Return why no config can tell all widths of a family; empty if one can."""
+        """Return why no config can express all widths of a family; empty if one can."""
         refused = self._refused(family, self.widths[family[0]])
         if refused:
             self.multiples |= self._better_multiples(family)
         return refused
 
     def _refused(self, family: Family, widths: Sequence[int]) -> str:
-        """Return why no config can tell these widths of a family; empty if one can."""
+        """Return why no config can express these widths of a family; empty if one can."""
         try:
             found: dict[int, Any] = {}
             for width in (widths[-1], widths[len(widths) // 2]):
@@ -149,7 +150,7 @@ class _Choice:
         return next(iter(self.trials.refused_widths(found, widths).values()), "")
 
     def _better_multiples(self, family: Family) -> set[int]:
-        """Return the smallest larger multiple with which a config can tell this family."""
+        """Return the smallest larger multiple with which a config can express this family."""
         size, widths = self.graph.groups[family[0]].size, self.widths[family[0]]
         step = size - widths[-1]
         for multiple in range(2 * step, size // 2 + 1, step) if step > 1 else ():
@@ -158,7 +159,7 @@ class _Choice:
         return set()
 
     def _is_tied(self, family: Family) -> bool:
-        """Return whether a config cannot tell different widths of the groups of a family."""
+        """Return whether a config cannot express different widths of the groups of a family."""
         size, widths = self.graph.groups[family[0]].size, self.widths[family[0]]
         given = dict.fromkeys(family, widths[len(widths) // 2])
         return bool(self.trials.refusal({**given, family[0]: size}, runs=False))
@@ -166,7 +167,7 @@ class _Choice:
     # --- families together ---
 
     def _joined(self, families: list[Family]) -> Iterator[Family]:
-        """Yield sets of families that a config can tell if all of them have one width."""
+        """Yield sets of families that a config can express if all of them have one width."""
         sizes: dict[tuple[int, ...], list[Family]] = {}
         for family in families:
             size = self.graph.groups[family[0]].size
@@ -187,7 +188,7 @@ class _Choice:
                     left = [family for family in left if family not in some]
 
     def _leave_out_conflicts(self, why: dict[Family, str]) -> None:
-        """Leave out families that a config can tell alone, but not with the others."""
+        """Leave out families that a config can express alone, but not with the others."""
         if not self.trials.refusal(self._different_widths(self.families)):
             return
         chosen: list[Family] = []
@@ -238,6 +239,6 @@ def _explained(why: str) -> str:
     """Return a reason for the table of groups, with what to do about it."""
     fact = why.partition(". ")[0]
     return (
-        f"a config cannot tell this width: {fact}; without this entry of frozen=, it is pruned, "
+        f"a config cannot express this width: {fact}; without this entry of frozen=, it is pruned, "
         f"and polarprune.save stores the result"
     )

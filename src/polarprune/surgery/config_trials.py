@@ -1,4 +1,4 @@
-"""Ask, before anything is trained, whether a config can tell the sizes that a cut would leave.
+"""Find out, before anything is trained, whether a config can express the sizes after a cut.
 
 No model is cut, and no weight is computed with. The sizes of the cut model follow from its recipe,
 and `ConfigSearch` looks for a config with these sizes. The plain class, built from that config, is
@@ -40,7 +40,7 @@ _Number = tuple[Op, tuple[str, ...]]  # an operation, and the numbers that it is
 
 
 class ConfigTrials:
-    """Tries which widths a config can tell.
+    """Tries which widths a config can express.
 
     Args:
         model: A model with a config, or with a part that has one.
@@ -68,7 +68,7 @@ class ConfigTrials:
             runs: Run a model that is built from the config, and compare its arithmetic.
 
         Raises:
-            PruneError: If there is none; the message says what a config cannot tell.
+            PruneError: If there is none; the message says what a config cannot express.
         """
         plan = {name: list(range(width)) for name, width in widths.items()}
         alive = self.graph.settle(self.graph.alive(plan))
@@ -82,7 +82,7 @@ class ConfigTrials:
         raise PruneError(search.refused or why)
 
     def refusal(self, widths: Mapping[str, int], *, runs: bool = True) -> str:
-        """Return why no config can tell these widths; empty if one can."""
+        """Return why no config can express these widths; empty if one can."""
         try:
             self.config_for(widths, runs=runs)
         except PruneError as error:
@@ -115,7 +115,7 @@ class ConfigTrials:
     def _wanted(self, recipe: Recipe) -> Sizes:
         """Return the sizes that the part with a config has after a cut."""
         if recipe.constants or recipe.removed or recipe.heads:
-            raise PruneError("this cut replaces layers, which a config cannot tell")
+            raise PruneError("this cut replaces layers, which a config cannot express")
         wanted = Sizes(dict(self.sizes.shapes), dict(self.sizes.attributes))
         for name, tensor in self.part.state_dict(keep_vars=True).items():
             axes = recipe.slices.get(self._names.get(id(tensor), ""), {})

@@ -1,4 +1,4 @@
-"""Whether a config can tell a cut is known before anything is cut."""
+"""Whether a config can express a cut is known before anything is cut."""
 
 from __future__ import annotations
 
