@@ -148,7 +148,9 @@ def test_settings_of_the_user_are_returned_with_the_others() -> None:
 
 def test_a_model_of_which_nothing_can_be_told_is_refused() -> None:
     model = perceptrons(scaled=0.1, depth=0, stages=[8])
-    with pytest.raises(pp.PruneError, match="folder_settings: no config of Perceptrons can express"):
+    with pytest.raises(
+        pp.PruneError, match="folder_settings: no config of Perceptrons can express"
+    ):
         folder_settings(model, X)
     with pytest.raises(pp.PruneError, match="no module in it has a config"):
         folder_settings(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2)), X)
