@@ -1,9 +1,9 @@
-"""Claim: with the default of `multiple_of`, half of the MACs are faster than the original on a
-CPU, in torch and in ONNX Runtime; with `multiple_of=1`, they may be slower.
+"""Claim: with the default of `multiple_of`, a model with half of the MACs is faster than the
+original on a CPU, in torch and in ONNX Runtime; with `multiple_of=1`, it may be slower.
 
-The original and models with half of its MACs run in turn, one image size and batch for all, in eval
-mode. The channels are not learned: every group keeps the same share, by magnitude. `8` keeps
-multiples of 8 in every group. Writes numbers/default_widths.json:
+The original and models with half of its MACs run in turn in eval mode, on images of one size and in
+batches of one size. The channels are not learned: every group keeps the same share, by magnitude.
+`8` keeps multiples of 8 in every group. Writes numbers/default_widths.json:
 
     OMP_NUM_THREADS=1 python -m benchmarks.measure.default_widths
 """

@@ -24,7 +24,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -168,6 +168,7 @@ SEARCHED = {  # λ of the short runs from which that of a long one is read
 PAPER_DECAY, PAPER_EPOCHS = 0.96, 350  # of ε an epoch, on CIFAR-10
 NETWORKS = ("resnet56", "vgg16", "mobilenetv2")
 STEERED = (("resnet56", COMMON), ("vgg16", "vgg16-31"))  # networks, and whose baseline they have
+CHEAPER = ("compact=auto",)  # closed channels cost nothing from the next compaction on
 WORTH = ((0.4665, 3), (0.3436, 1), (0.2, 3), (0.1, 1))  # of the MACs, and seeds
 TINY = {  # the paper's budgets on ImageNet, and seeds
     "mobilenet_v1": ((0.504, 1), (0.267, 1)),
@@ -211,6 +212,20 @@ def as_published(decay: float, every: int) -> tuple[str, ...]:
     )
 
 
+def of_norms(name: str, make: Callable[..., Experiment]) -> dict[str, Experiment]:
+    """Return ablations with either norm, a λ for it, and several starts of α."""
+    return {
+        f"{name}-{norm}-lam{lam}-alpha{alpha}": make(
+            f"schedule.relaxed={json.dumps(norm == 'l1')}",
+            f"schedule.alpha_start={alpha}",
+            f"schedule.eps_start={0.1 * alpha**2}",
+            lam=lam,
+        )
+        for norm, lam in NORMS
+        for alpha in ALPHAS
+    }
+
+
 def compared(method: str, *change: str) -> Experiment:
     """Return a run of the comparison of methods."""
     changes = (f"epochs={COMPARED}", *change)
@@ -252,7 +267,7 @@ def worth() -> dict[str, Experiment]:
     found = {}
     for macs, seeds in WORTH:
         for seed in range(seeds):
-            usual = Experiment("resnet56", macs, seed, after=COMMON)
+            usual = Experiment("resnet56", macs, seed, after=COMMON, change=CHEAPER)
             stem = f"worth-resnet56-{percent(macs)}"
             found |= against(stem, usual, ("thin", "reinit", "torch-pruning"), ("l0",))
     return found
@@ -264,7 +279,9 @@ def tiny() -> dict[str, Experiment]:
     for network, budgets in TINY.items():
         for macs, seeds in budgets:
             for seed in range(seeds):
-                usual = Experiment(f"{network}-tiny", macs, seed, after=f"tiny-{network}")
+                usual = Experiment(
+                    f"{network}-tiny", macs, seed, after=f"tiny-{network}", change=CHEAPER
+                )
                 stem = f"tiny-{network}-{percent(macs)}"
                 found |= against(stem, usual, ("thin", "torch-pruning"))
     return found
@@ -400,16 +417,7 @@ EXPERIMENTS = {
         )
         for eps in STARTS
     },
-    **{
-        f"ablation-{norm}-lam{lam}-alpha{alpha}": short(
-            f"schedule.relaxed={json.dumps(norm == 'l1')}",
-            f"schedule.alpha_start={alpha}",
-            f"schedule.eps_start={0.1 * alpha**2}",
-            lam=lam,
-        )
-        for norm, lam in NORMS
-        for alpha in ALPHAS
-    },
+    **of_norms("ablation", short),
     **{  # the steering of short runs, from the baselines of the table
         f"steering-{network}-{100 * macs:.0f}": Experiment(
             network, macs, after=after, change=(f"epochs={SHORT}", "scored=1")
@@ -434,16 +442,7 @@ EXPERIMENTS = {
     **{f"plain-lam{lam}": plain(lam=lam, tune=TUNED_SHORT) for lam in LAMBDAS},
     **{f"plain-decay{decay:.2f}": plain(decay=decay) for decay in DECAYS},
     **{f"plain-eps{eps}": plain(f"schedule.eps_start={eps}") for eps in STARTS},
-    **{
-        f"plain-{norm}-lam{lam}-alpha{alpha}": plain(
-            f"schedule.relaxed={json.dumps(norm == 'l1')}",
-            f"schedule.alpha_start={alpha}",
-            f"schedule.eps_start={0.1 * alpha**2}",
-            lam=lam,
-        )
-        for norm, lam in NORMS
-        for alpha in ALPHAS
-    },
+    **of_norms("plain", plain),
     # the paper's full training: a baseline, short runs that find λ, plain mode, and a budget
     **{f"paper-{network}": Experiment(f"{network}-plain") for network in NETWORKS},
     **{

@@ -1,4 +1,4 @@
-"""Estimates λ for a long run in the paper's plain mode from short runs."""
+"""Estimates λ for a long run with the published proximal step from short runs."""
 
 import math
 from collections.abc import Iterable

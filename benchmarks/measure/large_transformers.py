@@ -7,9 +7,9 @@
   pruning on a text, and the time of the export with its proof. The example has the batch and the
   length that are trained on; the cache is on, as it is by default.
 
-Every measurement has a process of its own. On a CPU, memory is the peak of the process, resident,
-above what it had after its imports; on a GPU, what torch allocated. Results are stored by the name
-of the case and the device, and others are kept. Writes numbers/large_transformers.json:
+Every measurement runs in its own process. On a CPU, memory is the peak of resident memory above
+that after the imports; on a GPU, what torch allocated. Results are stored by the name of the case
+and the device; other results are kept. Writes numbers/large_transformers.json:
 
     python -m benchmarks.measure.large_transformers --text input.txt
     python -m benchmarks.measure.large_transformers --text input.txt --case 1.2B \\
@@ -116,7 +116,7 @@ def _resident(what: str) -> int:
     raise LookupError(what)
 
 
-# --- jobs, each in a process of its own -----------------------------------------------------------
+# --- jobs, each in its own process ----------------------------------------------------------------
 
 
 def meta(case: str) -> dict[str, Any]:

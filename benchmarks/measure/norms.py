@@ -1,9 +1,9 @@
 """Claim: gate-weighted norms cost time; at equal MACs, accuracy is the same within a few seeds.
 
-Compares `norms=False` and `norms=True`: the time of a training step of a vision transformer (192
-wide, 6 blocks, 64 tokens), and the accuracy of a small one on handwritten digits after the last
-epoch, at equal MACs and equal epochs, with three seeds. Writes numbers/norms.json (the result with
-hardware, versions and number of runs):
+Compares `norms=False` and `norms=True`: the time of a training step of a vision transformer
+(width 192, 6 blocks, 64 tokens), and the accuracy of a small one on handwritten digits after the
+last epoch, at equal MACs and equal epochs, with three seeds. Writes numbers/norms.json (the result
+with hardware, versions and number of runs):
 
     python -m benchmarks.measure.norms
 """

@@ -4,8 +4,8 @@ Two trainings of the same length take steps in turn, on random images: the plain
 model with a Pruner that prunes to half of the MACs and removes closed channels during training.
 Everything counts: the construction of the Pruner, the proximal step, the controller, the proof
 before each compact(), the choice of new kernels, compiling, and export() with its proof. `setup`
-and `export` are the seconds of the first and the last, `beside` what the steps took longer than a
-step of the same shapes usually takes.
+and `export` are the seconds of the first and the last; `beside` is the time that steps took in
+addition to that of a usual step of the same shapes.
 
 On the GPU, the model is compiled and the complete step is captured in a CUDA graph, again after
 each compact(). All plain steps take the same time, so on the GPU only one is measured for every ten

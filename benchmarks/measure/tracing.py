@@ -108,7 +108,7 @@ def with_weights(model: Any) -> Any:
     return model
 
 
-# --- one run, in a process of its own -------------------------------------------------------------
+# --- one run, in its own process ------------------------------------------------------------------
 
 
 def half(graph: Any) -> dict:

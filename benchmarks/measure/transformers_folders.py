@@ -3,8 +3,10 @@
 Of every family, half of the channels of a kind are removed at random, the same number in every
 block: those of the MLPs, heads of attention, the channels of the residual stream (`norms=True`),
 and all of these together. `save_pretrained` of polarprune.integrations.transformers writes the
-folder or refuses. Another process, which cannot import polarprune, loads every folder with an Auto
-class, and compares logits and generated text with those of the pruned model.
+folder or refuses. What `folder_settings` leaves prunable is cut twice, to half of every width that
+may change and to random widths, and has to be written. Another process, which cannot import
+polarprune, loads every folder with an Auto class, and compares logits and generated text with those
+of the pruned model.
 
 Writes numbers/transformers_folders.json:
 
@@ -13,8 +15,10 @@ Writes numbers/transformers_folders.json:
 
 import json
 import os
+import random
 import sys
 import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,7 +31,9 @@ from benchmarks.measure.import_torchvision import import_torchvision
 from benchmarks.measure.load_folders import load_elsewhere, store_answers
 from benchmarks.measure.transformers_models import make_transformers
 from benchmarks.store import write_numbers
-from polarprune.channels.graph import Graph, Group
+from polarprune.analysis.trace import survey
+from polarprune.channels.graph import Graph, Group, Plan
+from polarprune.cost.budget import Budget
 from polarprune.cost.timing import environment
 
 NAME = "transformers_folders"
@@ -52,11 +58,17 @@ AUTO = {
 VARIANTS = {
     "mlp": ("mlp",),
     "heads": ("heads",),
-    "other": ("other",),  # not in the table: what is as wide as the stream, and prunable without it
     "stream": ("stream", "other"),
     "all": ("mlp", "heads", "stream", "other"),
 }
 WIDTH = 64  # of the residual stream
+Choose = Callable[[list[int]], int]  # chooses a width
+WITHIN: dict[str, tuple[bool, Choose]] = {  # norms=, and which of the widths within the settings
+    "settings": (False, lambda widths: widths[len(widths) // 2]),
+    "settings_norms": (True, lambda widths: widths[len(widths) // 2]),
+    "random": (False, random.choice),
+    "random_norms": (True, random.choice),
+}
 
 
 def kinds_of(graph: Graph) -> dict[str, str]:
@@ -79,48 +91,78 @@ def cut(model: nn.Module, graph: Graph, kinds: dict[str, str], chosen: tuple[str
         for name, group in graph.prunable.items()
         if kinds[name] in chosen
     }
-    small: Any = pp.shrink(model, graph, plan)
-    return small if hasattr(small, "save_pretrained") else small.model
+    return unwrapped(pp.shrink(model, graph, plan))
+
+
+def unwrapped(model: Any) -> Any:
+    """Return the model of transformers in a model that leaves out some of its outputs."""
+    return model if hasattr(model, "save_pretrained") else model.model
+
+
+def pruned_within(
+    model: nn.Module, example: Any, settings: Mapping[str, Any], choose: Choose = random.choice
+) -> nn.Module:
+    """Return a model with widths that a `Pruner` with these settings may reach."""
+    given = {name: value for name, value in settings.items() if name != "multiple_of"}
+    uniform = given.pop("uniform", False)
+    same = uniform if isinstance(uniform, bool) else tuple(uniform)
+    graph = survey(model, example, compare_outputs=True, uniform=same, **given)
+    budget = Budget(graph, {"params": 0.5}, settings.get("multiple_of", "auto"))
+    found: Plan = {}
+    widths: dict[int, int] = {}
+    least = zip(budget.minimum.tolist(), budget.multiple.tolist(), strict=True)
+    both = zip(graph.prunable.items(), budget.families.number.tolist(), least, strict=True)
+    for (name, group), family, (first, step) in both:
+        allowed = [*range(first, group.size, step)] or [group.size]
+        width = widths.setdefault(family, choose(allowed))
+        found[name] = torch.randperm(group.size)[:width].tolist()
+    return pp.shrink(model, graph, found)
+
+
+def within_settings(model: nn.Module, example: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Yield what is left after cuts within the settings for a folder."""
+    from polarprune.integrations.transformers import folder_settings
+
+    settings = {norms: folder_settings(model, example, norms=norms) for norms in (False, True)}
+    for name, (norms, choose) in WITHIN.items():
+        yield name, pruned_within(model, example, settings[norms], choose)
 
 
 def measure(family: str, folder: Path) -> dict[str, Any]:
     """Prune one family in all variants, and write the folders."""
-    from polarprune.integrations.transformers import save_pretrained
-
     torch.manual_seed(0)
+    random.seed(0)
     model, example = make_transformers(family)
     model.eval()
     graph = pp.trace(model, example, norms=True)
-    kinds, found = kinds_of(graph), {}
-    for name, chosen in VARIANTS.items():
-        if not any(kind in chosen[:1] for kind in kinds.values()):
-            continue
-        small = cut(model, graph, kinds, chosen)
-        params = sum(map(torch.Tensor.numel, small.parameters()))
-        row: dict[str, Any]
-        row = {"params": params / sum(map(torch.Tensor.numel, model.parameters()))}
-        before = numbers(small.config)
-        target = folder / f"{family}-{name}"
-        try:
-            save_pretrained(small, target, example)
-        except pp.PruneError as error:
-            row["refused"] = str(error)
-        else:
-            after = numbers(small.config)
-            row["config"] = {k: v for k, v in after.items() if before.get(k) != v}
-            store_answers(small, example, AUTO[family], folder / f"{target.name}.pt")
-        found[name] = row
-    fixed = {kind for kind in ("heads", "other") if "refused" in found.get(kind, {})}
-    found.pop("other", None)
-    names = [name for name, kind in kinds.items() if kind in fixed]
-    wrapped = not hasattr(model, "save_pretrained")
-    return {"variants": found, "keep": sorted({pattern_of(name, wrapped) for name in names})}
+    kinds = kinds_of(graph)
+    cuts = {
+        name: cut(model, graph, kinds, chosen)
+        for name, chosen in VARIANTS.items()
+        if any(kind in chosen[:1] for kind in kinds.values())
+    }
+    cuts.update((name, unwrapped(small)) for name, small in within_settings(model, example))
+    params = sum(map(torch.Tensor.numel, model.parameters()))
+    found = {}
+    for name, small in cuts.items():
+        row = written(small, example, family, folder / f"{family}-{name}")
+        left = sum(map(torch.Tensor.numel, small.parameters())) / params
+        found[name] = {"params": left, **row}
+    return {"variants": found}
 
 
-def pattern_of(name: str, wrapped: bool) -> str:
-    """Return a name with * for the numbers of blocks, as the model itself knows it."""
-    parts = name.split(".")[1 if wrapped else 0 :]
-    return ".".join("*" if part.isdigit() else part for part in parts)
+def written(small: Any, example: Any, family: str, target: Path) -> dict[str, Any]:
+    """Write a folder and what the model answers, or return why the folder is refused."""
+    from polarprune.integrations.transformers import save_pretrained
+
+    before = numbers(small.config)
+    try:
+        save_pretrained(small, target, example)
+    except pp.PruneError as error:
+        return {"refused": str(error)}
+    store_answers(small, example, AUTO[family], target.with_suffix(".pt"))
+    after = numbers(small.config)
+    return {"config": {k: v for k, v in after.items() if before.get(k) != v}}
 
 
 def numbers(config: Any) -> dict[str, Any]:

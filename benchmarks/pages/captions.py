@@ -131,7 +131,7 @@ class Course(NamedTuple):
 
 
 def course(name: str) -> Course:
-    """Compare MACs and training loss in the epoch of the budget step with the epochs before it.
+    """Compare MACs and training loss in the epoch of the deadline with the epochs before it.
 
     Epochs of the warm-up are left out, because the loss jumps with the learning rate there.
     """

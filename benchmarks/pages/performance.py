@@ -16,11 +16,14 @@ def overhead() -> list[str]:
     lines = [
         "## Cost of a gated training step",
         "",
-        "Time of a whole step (forward, backward, optimizer, proximal step) as a multiple of the "
-        "plain step. Naive: gates are multiplied into activations instead of weights. Memory: peak "
-        "of a gated step as a multiple of the plain one; eager code keeps a gated copy of the "
-        "weights, which matters for small batches. Medians of alternating runs "
+        "How much slower is a training step with gates? A step is forward, backward, optimizer and "
+        "proximal step. Medians of alternating runs "
         "([overhead.py](../benchmarks/measure/overhead.py)).",
+        "",
+        "- **gated**: time of a gated step as a multiple of a plain step.",
+        "- **naive**: the same if gates are multiplied into activations instead of weights.",
+        "- **memory**: peak memory of a gated step as a multiple of a plain step. Eager code keeps "
+        "a gated copy of the weights, which matters for small batches.",
         "",
         "| network | batch | mode | plain (ms) | gated | naive | memory | runs | machine |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -42,12 +45,15 @@ def shrinking() -> list[str]:
     lines = [
         "## Time of a training that prunes",
         "",
-        'A whole training to half of the MACs with `compact="auto"`, as a multiple of the same '
-        "number of plain steps: construction of the `Pruner`, steps, controller, proofs, compiling "
-        "and export included. The next column is the ratio for the last tenth of the steps. "
-        "Outside steps: seconds that are not part of a usual step. Mean MACs: what was left on "
-        "average over the steps. One run each, on random images "
-        "([shrinking.py](../benchmarks/measure/shrinking.py)).",
+        'How long does a whole training to half of the MACs take with `compact="auto"`? One run '
+        "each, on random images ([shrinking.py](../benchmarks/measure/shrinking.py)).",
+        "",
+        "- **pruned**: time of the whole training as a multiple of the same number of plain steps. "
+        "It includes the construction of the `Pruner`, the controller, proofs, compiling and the "
+        "export.",
+        "- **last tenth**: the same ratio for the last tenth of the steps.",
+        "- **outside steps**: the seconds that are not part of a usual step.",
+        "- **mean MACs**: the MACs that were left on average over the steps.",
         "",
         "| network | batch | `multiple_of` | steps | plain (s) | pruned | last tenth | outside "
         "steps (s) | mean MACs | machine |",
@@ -81,15 +87,19 @@ def exported() -> list[str]:
     lines = [
         "## Speed of the exported model",
         "",
-        "Speed-up of a model with half of the MACs, for several values of `multiple_of`, at 224 × "
-        "224 in eval mode. The channels were not learned: every group keeps the same share, by "
-        "magnitude. The last two columns are for the original and for the fastest export. Memory-"
-        "bound: share of the time in depthwise convolutions, norms, activations, sums and pools, "
-        "which falls with the widths (to about 0.7) and not with the MACs. Medians of alternating "
-        "runs; in brackets the range over processes, if there were several. ~ marks rows in which "
-        "the fastest runs give a ratio that differs by more than 5 %, because the machine was "
-        "shared. On a GPU, odd widths use slow kernels, and eager runs of small networks wait for "
-        "Python ([exported.py](../benchmarks/measure/exported.py)).",
+        "How much faster is a model with half of the MACs? It runs at 224 × 224 in eval mode. The "
+        "channels were not learned: every group keeps the same share, by magnitude. Medians of "
+        "alternating runs, with the range over processes in brackets, if there were several "
+        "([exported.py](../benchmarks/measure/exported.py)).",
+        "",
+        "- **plain (ms)**: time of the original.",
+        "- **1, 8, 16, …**: speed-up over the original with this `multiple_of`. On a GPU, odd "
+        "widths use slow kernels, and eager runs of small networks wait for Python.",
+        "- **GMAC/s** and **memory-bound** are for the original → for the fastest export. "
+        "Memory-bound is the share of the time in depthwise convolutions, norms, activations, sums "
+        "and pools. It falls with the widths (to about 0.7), not with the MACs.",
+        "- **~**: the fastest runs give a ratio that differs by more than 5 %, because the machine "
+        "was shared.",
     ]
     for device, networks in sorted(read_numbers("exported").items()):
         rows = [
@@ -112,15 +122,15 @@ def exported() -> list[str]:
         held = [f"{name} {WAYS[way]}" for name, way, row in rows if row.get("malloc")]
         if held:
             lines[-1] += (
-                f" With `MALLOC_TRIM_THRESHOLD_` and `MALLOC_MMAP_THRESHOLD_` of 4 GB: "
+                f" `MALLOC_TRIM_THRESHOLD_` and `MALLOC_MMAP_THRESHOLD_` were 4 GB for "
                 f"{'; '.join(held)}."
             )
         blocked = [_blocked(name, row["why"]) for name, way, row in rows if way == "onnxruntime"]
         if blocked:
             lines += [
                 "",
-                "ONNX Runtime has a faster layout for convolutions, which needs certain widths. "
-                f"Share of the convolutions that use it: {'; '.join(blocked)}.",
+                "ONNX Runtime has a faster layout for convolutions of certain widths. The share of "
+                f"the convolutions that use it (`multiple_of` in brackets): {'; '.join(blocked)}.",
             ]
     return lines
 
@@ -163,11 +173,12 @@ def default_widths() -> list[str]:
     lines = [
         "## Widths by default",
         "",
-        "Speed-up of a model with half of the MACs over the original on a CPU, for the default of "
-        "`multiple_of` (multiples of 8 in groups of at least 64 channels), for any width (1), and "
-        "for multiples of 8 in every group. At 224 × 224 in eval mode; the channels were not "
-        "learned: every group keeps the same share, by magnitude. Medians of alternating runs; ~ "
-        "marks ratios that differ by more than 5 % from those of the fastest runs "
+        "Is the default of `multiple_of` a good one? The table has the speed-up of a model with "
+        "half of the MACs over the original on a CPU: for any width (1), for the default "
+        "(multiples of 8 in groups of at least 64 channels), and for multiples of 8 in every "
+        "group. The model runs at 224 × 224 in eval mode. The channels were not learned: every "
+        "group keeps the same share, by magnitude. Medians of alternating runs; ~ marks ratios "
+        "that differ by more than 5 % from those of the fastest runs "
         "([default_widths.py](../benchmarks/measure/default_widths.py)).",
         "",
         "| network | batch | original (ms) | 1 | default | 8 |",
@@ -194,14 +205,17 @@ def latency() -> list[str]:
     lines = [
         "## Latency as a budget",
         "",
-        "Latency of the exported model as a share of the original's, after a short training with "
-        "`latency=` on random images of 224 × 224: the median of five comparisons of alternating "
-        "runs, with their range in brackets ([latency.py](../benchmarks/measure/latency.py)). "
-        "Setup: seconds until the latency model is fitted. CPU rows are with "
-        "`MALLOC_TRIM_THRESHOLD_` and `MALLOC_MMAP_THRESHOLD_` of 4 GB. All rows but that of "
-        "resnet18, and all rows of this page on a GPU, were measured before channels closed one by "
-        "one, a change that affects about twenty small operations per step on the vector of all "
-        "gates.",
+        "Does an export take the time that `latency=` allows? Each network was trained briefly "
+        "with `latency=` on random images of 224 × 224 "
+        "([latency.py](../benchmarks/measure/latency.py)).",
+        "",
+        "- **measured**: latency of the export as a share of the original's. It is the median of "
+        "five comparisons of alternating runs, with their range in brackets.",
+        "- **setup**: the seconds until the latency model is fitted.",
+        "- On CPUs, `MALLOC_TRIM_THRESHOLD_` and `MALLOC_MMAP_THRESHOLD_` were 4 GB.",
+        "- All rows except that of resnet18, and all rows of this page on a GPU, are from before "
+        "channels closed one by one. This change affects about twenty small operations per step on "
+        "the vector of all gates.",
         "",
         "| network | batch | original (ms) | budget | measured | error | MACs left | setup (s) | "
         "machine |",
@@ -225,12 +239,15 @@ def tracing() -> list[str]:
     lines = [
         "## Time of tracing",
         "",
-        "Seconds and GB (peak above the imports) until a model can be pruned: `trace`, including "
-        "its trial cuts, compared with Torch-Pruning's graph and pruner. Half cut: whether "
-        "the model runs after half of the channels were removed. `Pruner` also inserts gates and "
-        f"compares outputs in float64. Medians of {found['runs']} alternating runs (`Pruner`: "
-        f"{found['fewer_runs']}), each in its own process "
-        "([tracing.py](../benchmarks/measure/tracing.py)).",
+        "How long does it take until a model can be pruned? We compare `trace`, including its "
+        "trial cuts, with the graph and pruner of Torch-Pruning. Medians of "
+        f"{found['runs']} alternating runs (`Pruner`: {found['fewer_runs']}), each in its own "
+        "process ([tracing.py](../benchmarks/measure/tracing.py)).",
+        "",
+        "- **GB**: peak memory above that of the imports.",
+        "- **half cut**: whether the model runs after half of the channels were removed.",
+        "- **`Pruner`**: the time to build one. It also inserts gates and compares outputs in "
+        "float64.",
         "",
         "| network | `trace` (s) | GB | half cut | Torch-Pruning (s) | GB | half cut | "
         "`Pruner` (s) |",
@@ -264,8 +281,8 @@ def tracing() -> list[str]:
     more = int(rows[-1]["model"]) / int(rows[0]["model"])
     lines += [
         "",
-        f"Transformers by number of blocks: {', '.join(each)} (×{growth:.1f} for "
-        f"×{more:.0f} blocks).",
+        f"Time of `trace` for transformers, by number of blocks: {', '.join(each)} "
+        f"(×{growth:.1f} for ×{more:.0f} blocks).",
         "",
         f"{found['machine']}, {found['threads']} threads, torch {versions['torch']}, "
         f"Torch-Pruning {versions['torch-pruning']}, torchvision {versions['torchvision']}, "
@@ -285,9 +302,10 @@ def proximal() -> list[str]:
     lines = [
         "## The proximal step",
         "",
-        "Time of the proximal step on all gates of a model, by number of groups. Medians; bold: "
-        "within the limit. Replayed: from a CUDA graph; otherwise Python launches the groups "
-        "one by one ([proximal.py](../benchmarks/measure/proximal.py)).",
+        "How long does the proximal step on all gates of a model take? Medians, by number of "
+        'groups; bold numbers are within the limit. "Replayed" means from a CUDA graph; otherwise, '
+        "Python launches the groups one by one "
+        "([proximal.py](../benchmarks/measure/proximal.py)).",
         "",
         "| gates | case | ms | limit (ms) | machine |",
         "|---|---|---|---|---|",
@@ -309,10 +327,12 @@ def epochs() -> list[str]:
     lines = [
         "## Time of a CIFAR-10 epoch",
         "",
-        "50,000 random images of 32 × 32 on the device, with crops and flips, and the whole step "
-        "captured in a CUDA graph, as in `polarprune train`. Medians. Processes: number of "
-        "trainings that share the GPU; per training: seconds divided by this number "
-        "([epochs.py](../benchmarks/measure/epochs.py)).",
+        "How long does an epoch take? It has 50,000 random images of 32 × 32 on the device, with "
+        "crops and flips. The whole step is captured in a CUDA graph, as in `polarprune train`. "
+        "Medians ([epochs.py](../benchmarks/measure/epochs.py)).",
+        "",
+        "- **processes**: the number of trainings that share the GPU.",
+        "- **per training**: the seconds divided by this number.",
         "",
         "| network | training | compiled | batch | processes | epoch (s) | per training (s) | "
         "200 epochs (min) | machine |",
@@ -334,10 +354,10 @@ def throughput() -> list[str]:
     lines = [
         "## Training images per second",
         "",
-        "Training on random images on the device, step by step, as in `polarprune train` on "
-        "ImageNet; the speed of a loader is not measured. Time gated / plain: median over "
-        "alternating runs, with their range "
-        "([throughput.py](../benchmarks/measure/throughput.py)).",
+        "How many images a second does a training on ImageNet process? The images are random and "
+        "lie on the device, so the speed of a loader is not measured. The steps are those of "
+        "`polarprune train`. The last ratio is the median over alternating runs, with their range "
+        "in brackets ([throughput.py](../benchmarks/measure/throughput.py)).",
         "",
         "| network | batch | side | compiled | plain | gated | time gated / plain | machine |",
         "|---|---|---|---|---|---|---|---|",
@@ -358,13 +378,16 @@ def quantized() -> list[str]:
     lines = [
         "## int8 weights",
         "",
-        "Pruned networks of `zoo/` before and after one line of torchao, `quantize_(network, "
-        "IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0)), layers)`, which "
-        "stores the weights of linear layers, and of convolutions whose kernels read several "
-        "channels, in int8 "
-        "([quantized.py](../benchmarks/measure/quantized.py)). Accuracy on the 10,000 test images "
-        "of CIFAR-10. Size: weights in a file. Time: int8 / float32, on batches of 16, medians of "
-        "alternating runs. torchao computes in float32 here, so the file is smaller, not the time.",
+        "Can a pruned network also be quantized? Networks of `zoo/` before and after one line of "
+        "torchao: `quantize_(network, IntxWeightOnlyConfig(weight_dtype=torch.int8, "
+        "granularity=PerAxis(0)), layers)`. It stores the weights of linear layers, and of "
+        "convolutions whose kernels read several channels, in int8 "
+        "([quantized.py](../benchmarks/measure/quantized.py)).",
+        "",
+        "- **accuracy**: on the 10,000 test images of CIFAR-10, before and after.",
+        "- **MB**: size of the weights in a file.",
+        "- **time**: int8 / float32 on batches of 16, medians of alternating runs. torchao "
+        "computes in float32 here, so the file gets smaller, but the network does not get faster.",
         "",
         "| network | MACs left | accuracy (%) | int8 | original (MB) | pruned | pruned, int8 | "
         "time, eager | compiled |",
@@ -413,8 +436,9 @@ def page() -> str:
     head = [
         "# Performance",
         "",
-        "The numbers that a row compares were measured in one run. This page is generated by "
-        "[pages/performance.py](../benchmarks/pages/performance.py) from "
+        "What gates cost during training, what pruning saves, and how fast exported models are. "
+        "Numbers in one row were measured in one run, so compare within a row. This page is "
+        "generated by [pages/performance.py](../benchmarks/pages/performance.py) from "
         "[stored numbers](../benchmarks/numbers).",
         "",
     ]

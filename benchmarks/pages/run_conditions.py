@@ -39,7 +39,8 @@ def conditions(runs: list[StoredRun]) -> list[str]:
     lines = [
         f"[results](../results) contains the {len(runs)} runs of the tables, and further runs for "
         "the figures. If you repeat a run with the same seed, its numbers differ a little: a GPU "
-        "adds in a varying order, and a stage draws other random numbers since some of these runs.",
+        "adds in a varying order, and since some of these runs, the stages draw other random "
+        "numbers.",
     ]
     for kind in grouped(runs, lambda run: [run.card["machine"], run.card["versions"]]):
         versions = ", ".join(f"{name} {v}" for name, v in kind[0].card["versions"].items())
@@ -55,8 +56,9 @@ def conditions(runs: list[StoredRun]) -> list[str]:
         "paper's value in brackets. The paper gives the epochs while pruning, ε, the learning rate "
         "of the gates, crops and flips. Where it gives none (learning rate, batch size, weight "
         "decay, epochs of the baseline), the value in brackets is the usual one. In addition, a "
-        "budget decides which gates close instead of λ, ε decays at every step, and matrix "
-        "products are in bfloat16.",
+        "budget decides which gates close instead of λ (in runs of the earlier version, λ was "
+        "steered, and 0 once the budget was met), ε decays at every step, and matrix products are "
+        "in bfloat16.",
         "",
     ]
     return lines + _settings(runs)

@@ -235,7 +235,7 @@ def deadline(recipe: Row) -> int:
 
 
 def cut(name: str) -> dict[str, float]:
-    """Return MACs in percent and logged losses before and after the epoch of the budget step."""
+    """Return MACs in percent and logged losses before and after the epoch of the deadline."""
     rows, at = log(name), deadline(settings(name))
     macs = {row["epoch"]: 100 * row["macs"] for row in rows}
     losses = {r["epoch"]: r["recalibrated_loss"] for r in rows if "recalibrated_loss" in r}
@@ -252,7 +252,7 @@ class Long(NamedTuple):
     """What the log of a long run says about its steering."""
 
     apart: float  # largest distance from the path after an epoch, in points of the MACs
-    drop: float  # points of the MACs that closed in the epoch of the budget step
+    drop: float  # points of the MACs that closed in the epoch of the deadline
     usual: float  # the most in any other epoch
     ratio: float  # largest ratio of two losses that were logged one after the other
     pause: int  # epochs between these
@@ -321,7 +321,7 @@ def present() -> list[str]:
         return [f"A long run is not stored: {missing}."]
     lines = [
         "| run | epochs | budget (MACs) | largest distance from the path | closed in the epoch of "
-        "the budget step | most in any other epoch | largest loss ratio | beyond the same training "
+        "the deadline | most in any other epoch | largest loss ratio | beyond the same training "
         "without pruning | loss logged every |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
@@ -370,7 +370,7 @@ def earlier() -> list[str]:
         return [f"A run of the earlier version is not stored: {missing}."]
     points = [one["before"] - one["after"] for one in found.values()]
     lines = [
-        "| run | epoch of the budget step | MACs before | MACs after | points closed in this epoch "
+        "| run | epoch of the deadline | MACs before | MACs after | points closed in this epoch "
         "| most in any other epoch | last loss logged before | first loss logged after |",
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -381,7 +381,7 @@ def earlier() -> list[str]:
             f"{one['loss before']:.2f} | {one['loss after']:.2f} |"
         )
     return [
-        "**An earlier version** closed the remaining channels in one step, the budget step (dotted "
+        "**An earlier version** closed the remaining channels in one step, at the deadline (dotted "
         f"line): {min(points):.1f} to {max(points):.1f} points of the MACs in a single epoch. The "
         "claim is not about these runs. Their recalibrated loss was logged every ten epochs.",
         "\n".join(lines),
@@ -395,9 +395,10 @@ def section() -> list[str]:
     if not rows:
         return ["Not measured yet."]
     return [
-        "With a budget, the cost follows a [planned path](method.md#the-budget) until the budget "
-        f"step, halfway through the training. The claim: the MACs stay within {APART:g} points of "
-        f"this path, at most {LANDED:g} points are closed at once at its end, and the recalibrated "
+        "With a budget, the cost follows a [planned path](method.md#the-budget) until the "
+        "deadline, halfway through the training. The claim: the MACs stay within "
+        f"{APART:g} points of this path, at most {LANDED:g} points are closed at once at its end, "
+        "and the recalibrated "
         f"test loss never rises by more than a factor of {RISE:g} from one epoch to the next. "
         "Recalibrated means that the statistics of batch norms are estimated again with the "
         "gates of that epoch.",

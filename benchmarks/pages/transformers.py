@@ -27,7 +27,14 @@ TITLES = {
     "deit": "DeiT",
     "clip": "CLIP",
 }
-VARIANTS = {"mlp": "MLP", "heads": "heads", "stream": "stream", "all": "all in proportion"}
+VARIANTS = {
+    "mlp": "MLP",
+    "heads": "heads",
+    "stream": "stream",
+    "all": "all in proportion",
+    "settings": "`folder_settings`",
+    "settings_norms": "with `norms=True`",
+}
 TOLERANCE = 1e-5
 
 
@@ -43,11 +50,10 @@ def cell(family: dict[str, Any], variant: str) -> str:
 
 
 def table(families: dict[str, Any]) -> list[str]:
-    heads = ["family", *VARIANTS.values(), "`keep=` for a folder"]
+    heads = ["family", *VARIANTS.values()]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name, family in families.items():
-        keep = ", ".join(f'`"{pattern}"`' for pattern in family["keep"]) or "–"
-        cells = [TITLES[name], *(cell(family, variant) for variant in VARIANTS), keep]
+        cells = [TITLES[name], *(cell(family, variant) for variant in VARIANTS)]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

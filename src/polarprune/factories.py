@@ -1,7 +1,7 @@
 """Models and data by name: `package.module:factory`, `file.py:factory`, `timm:NAME`.
 
 In: a name that a user typed. Out: what the named factory makes. It imports the user's code, timm or
-torchvision, and nothing before a name asks for it.
+torchvision, but only when a name needs it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CLASSES = ("num_classes", "classes", "n_classes", "num_labels")
 
 
 def of_package(name: str) -> bool:
-    """Return whether a name is that of a model of timm or torchvision."""
+    """Return whether this is the name of a model of timm or torchvision."""
     return name.partition(":")[0] in PACKAGES
 
 
@@ -50,7 +50,9 @@ def make_model(name: str, classes: int | None = None) -> nn.Module:
         return _packaged(name, {} if classes is None else {"num_classes": classes})
     model = call_factory(name, "model", classes)
     if not isinstance(model, nn.Module):
-        raise PruneError(f"{name}: it returned a {type(model).__name__}; give a model factory.")
+        raise PruneError(
+            f"{name}: it returned a value of type {type(model).__name__}; return a torch.nn.Module."
+        )
     return model
 
 
@@ -63,7 +65,7 @@ def published_model(name: str, weights: str) -> nn.Module:
             the name of the model chooses them.
 
     Raises:
-        PruneError: The weights cannot be loaded, or the name is another one.
+        PruneError: The weights cannot be loaded, or the name has another form.
     """
     if not of_package(name):
         raise PruneError(
@@ -98,7 +100,7 @@ def factory_code(name: str, classes: int | None = None) -> dict[str, str]:
 
 
 def names_module(name: str) -> bool:
-    """Return whether a name is that of a Python file, or of a module that can be found."""
+    """Return whether this is the name of a Python file, or of a module that can be found."""
     _add_to_path("")
     try:
         return name.endswith(".py") or importlib.util.find_spec(name) is not None

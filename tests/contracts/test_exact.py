@@ -1,4 +1,4 @@
-"""The core promise: what is exported computes what the gated model computed, at the cost it claims.
+"""An export computes what the gated model computed, at the cost that it claims.
 
 All comparisons are made here, in float64, without the library's own proof.
 """
@@ -95,7 +95,7 @@ def test_claimed_memory_is_what_is_there(name: str, variant: str) -> None:
 
 @every_case
 def test_plan_has_the_widths_that_were_set(name: str, variant: str) -> None:
-    """Less only where a group was read by nothing but layers that have gone."""
+    """It may be less only where a group was read only by layers that were removed."""
     this, groups = case(name, variant), started(name).graph.prunable
     assert set(this.plan) == set(groups)
     widths = {g: len(kept) for g, kept in this.plan.items()}

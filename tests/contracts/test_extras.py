@@ -1,4 +1,4 @@
-"""The core needs torch and safetensors only; what is optional is imported when it is used."""
+"""The core needs only torch and safetensors; optional packages are imported when they are used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data flows one way: a package imports only packages before it, a module only modules before it.
+"""A package imports only packages before it, and a module only modules before it.
 
 `docs/architecture.md` has the same order; a test compares them.
 """
@@ -88,6 +88,7 @@ ORDER: dict[str, list[str]] = {
         "repeatable_runs",
         "precision",
         "proof",
+        "cut_proof",
         "recipe",
         "module_sizes",
         "replacement_layers",
@@ -95,6 +96,7 @@ ORDER: dict[str, list[str]] = {
         "config_models",
         "config_sizes",
         "config_proof",
+        "config_trials",
         "apply",
     ],
     "cost": [
@@ -144,9 +146,11 @@ ORDER: dict[str, list[str]] = {
     "files": ["deployment", "untrusted", "old_versions", "writing", "model_file"],
     "integrations": [
         "gate_group",
+        "refusals",
         "loggers",
         "accelerate",
         "lightning",
+        "folder_settings",
         "pretrained_folder",
         "transformers",
         "ultralytics",
@@ -258,7 +262,7 @@ FILES = sorted(
 
 
 def statements(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Import statements, those inside functions too, but not those for type checkers only."""
+    """Yield import statements, also inside functions, but not those for type checkers only."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             for other in node.orelse:
@@ -270,7 +274,7 @@ def statements(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
 
 
 def imported(source: str, package: tuple[str, ...]) -> set[tuple[str, ...]]:
-    """Modules of polarprune that a source in `package` imports, as parts of their dotted names."""
+    """Return the modules of polarprune that a source in `package` imports, as parts of names."""
     found = set()
     for node in statements(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -285,7 +289,7 @@ def imported(source: str, package: tuple[str, ...]) -> set[tuple[str, ...]]:
 
 
 def module_of(name: tuple[str, ...]) -> tuple[str, ...]:
-    """The module or package that an imported name belongs to."""
+    """Return the module or package that an imported name belongs to."""
     known = {path.parts for path in FILES} | {(package,) for package in PACKAGES}
     known |= {tuple(inner.split("/")) for inner in INNER}
     while name and name not in known:
@@ -294,7 +298,7 @@ def module_of(name: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def position(module: tuple[str, ...]) -> list[int]:
-    """Where a module stands in the order: of packages, in its package, and in that part of it."""
+    """Return where a module stands: among the packages, in its package, and in that part of it."""
     found = [PACKAGES.index(module[0])]
     if len(module) > 1:
         found.append(ORDER[module[0]].index(module[1]))

@@ -30,7 +30,7 @@ BLOCKS = [
 
 @pytest.fixture
 def alone(monkeypatch):
-    """Let a block that joins other processes be the only one."""
+    """Let a block that starts distributed processes run as the only process."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

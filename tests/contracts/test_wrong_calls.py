@@ -357,8 +357,8 @@ TOLD: dict[str, tuple[Callable[[World], dict[str, Any]], str]] = {
         lambda w: {"keep": "["},
         r"keep: no module with parameters matches '\['. Names are as in",
     ),
-    "rules, a number": (lambda w: {"rules": 3}, "rules=3: give a dict, as rules="),
-    "rules, a list": (lambda w: {"rules": [failing]}, r"rules=\[<function.*: give a dict, as"),
+    "rules, a number": (lambda w: {"rules": 3}, "rules=3: give a dict, such as rules="),
+    "rules, a list": (lambda w: {"rules": [failing]}, r"rules=\[<function.*: give a dict, such as"),
     "rules, a name": (lambda w: {"rules": {"relu": failing}}, "rules: 'relu' is not an operation"),
     "rules, no function": (
         lambda w: {"rules": {torch.ops.aten.relu: 3}},
@@ -418,6 +418,11 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"macs": None}, "no goal: give a budget"),
     ({"macs": 0.001}, r"budget out of reach: macs=0.001 \(the lowest is"),
     ({"multiple_of": 1000, "macs": 0.5}, r"budget out of reach: macs=0.5 \(the lowest is 1.0"),
+    *(
+        ({"frozen": value}, r"frozen=.*: give a dict from names of groups to reasons")
+        for value in ("0", ["0"], {"0": 1}, {0: "why"})
+    ),
+    ({"frozen": {"1": "why"}}, r"frozen: no group is named '1'\. print\(polarprune\.trace"),
     ({"keep": "*"}, "no prunable channels: every group is frozen .*Print polarprune.trace"),
 ]
 for settings, said in SETTINGS:
@@ -574,15 +579,15 @@ FRESH |= {
     ),
     "load: no model": (
         lambda w: pp.load(w.file, model=None),
-        "load: model=None; give an instance, as model=Net",
+        "load: model=None; give an instance, such as model=Net",
     ),
     "load: a class": (
         lambda w: pp.load(w.file, model=nn.Sequential),
-        "load: model=<class .*; give an instance, as model=Net",
+        "load: model=<class .*; give an instance, such as model=Net",
     ),
     "load: a state": (
         lambda w: pp.load(w.file, model=w.net.state_dict()),
-        "load: model=.{,60}; give an instance, as model=Net",
+        "load: model=.{,60}; give an instance, such as model=Net",
     ),
     "load: on meta": (
         lambda w: pp.load(w.file, model=make().to("meta")),
@@ -874,7 +879,9 @@ FRESH["trace: in inference mode"] = (
     r"torch.inference_mode\(\) is on, in which no operation can be followed: call this outside",
 )
 NO_COPY = "{}: {} is not a copy of the gated model as it is now. Copy the model after"
-NO_COPIES = "compact: {} given as copies; give a list of copies of the gated model, as copies=\\["
+NO_COPIES = (
+    "compact: {} given as copies; give a list of copies of the gated model, such as copies=\\["
+)
 TRAINED: dict[str, tuple[Call, str]] = {
     "attach: twice": (
         lambda w: w.pruner.attach(w.optimizer),

@@ -1,4 +1,4 @@
-"""What the page of results says of segmentation and of style transfer."""
+"""What the page of results says about segmentation and style transfer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def card(
     measure: str,
     **more: Any,
 ) -> None:
-    """As `Run` writes it."""
+    """Return a card as `Run` writes it."""
     stages = ("baseline", "before removal", "after removal")
     table = [{"stage": stage, measure: scores[stage != "baseline"]} for stage in stages]
     made = {

@@ -150,7 +150,7 @@ def test_every_comparison_has_free_and_uniform_widths_and_equal_controls() -> No
 
 
 def stored(folder: Path, name: str, score: float) -> None:
-    """A card as `Run` writes it."""
+    """Write a card as `Run` does."""
     one = EXPERIMENTS[name]
     usual = PRESETS[one.preset]
     measure = "validation loss" if usual.data == "text" else "accuracy"

@@ -20,7 +20,7 @@ EPOCHS = 20
 
 
 def stored(folder: Path, name: str, number: int) -> None:
-    """A run as experiments.py leaves it, made up."""
+    """Write a made-up run, as experiments.py stores it."""
     experiment = experiments.EXPERIMENTS[name]
     left = experiment.macs or 1 - number / 30
     table = [
@@ -177,7 +177,7 @@ def test_the_rule_for_two_single_runs() -> None:
 
 
 def rewritten(name: str, change: Any) -> None:
-    """A stored log with every row changed."""
+    """Apply a change to every row of a stored log."""
     rows = figures.log(name)
     for row in rows:
         change(row)
@@ -210,7 +210,7 @@ def test_one_run_of_the_table_that_collapses_is_not_stable(full: Path, change: A
 
 
 def made_earlier(name: str) -> None:
-    """Rewrite a stored card as one of the version that cut at the deadline."""
+    """Rewrite a stored card as one of the earlier version, which closed much in one step."""
     path = figures.RESULTS / name / "card.json"
     card = json.loads(path.read_text())
     del card["recipe"]["schedule"]["window"]

@@ -1,4 +1,4 @@
-"""ImageNet: a folder of pictures, recipes of the paper, rehearsals, several processes."""
+"""ImageNet: a folder of photos, the paper's settings, dry runs, several processes."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from polarprune.experiments.runs.run import Run
 from polarprune.experiments.settings import Settings
 from polarprune.surgery.proof import count_macs
 from polarprune.tracing.recorder import TRACING_SEED
+from tests.helpers.command_line import train_tiny
 from tests.helpers.forked_commands import run_command
 from tests.helpers.imagenet import TINY, Tiny
 from tests.helpers.processes import fork_two
@@ -39,7 +40,7 @@ runner = CliRunner()
 
 
 def pictures(folder: Path, train: int = 6, val: int = 3) -> Path:
-    """Two classes of pictures, red and green, of several sizes."""
+    """Write two classes of images, red and green, in several sizes."""
     for part, count in (("train", train), ("val", val)):
         for label, colour in (("green", (20, 200, 30)), ("red", (200, 20, 30))):
             (folder / part / label).mkdir(parents=True)
@@ -161,21 +162,7 @@ def test_each_process_has_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_run_on_a_folder_of_pictures(tmp_path: Path) -> None:
     data = f"imagenet:{pictures(tmp_path / 'data')}"
-    done = runner.invoke(
-        app,
-        [
-            "train",
-            "tiny",
-            "--data",
-            data,
-            "--macs",
-            "0.5",
-            "--out",
-            str(tmp_path / "out"),
-            "--device",
-            "cpu",
-        ],
-    )
+    done = train_tiny(data, tmp_path / "out", "--macs=0.5")
     assert done.exit_code == 0, done.output
     card = json.loads((tmp_path / "out" / "card.json").read_text())
     assert card["macs_share"] <= 0.5 and card["identical_predictions"]
@@ -187,23 +174,7 @@ def test_a_run_on_a_folder_of_pictures(tmp_path: Path) -> None:
 
 def test_a_rehearsal_says_what_it_will_take_and_writes_nothing(tmp_path: Path) -> None:
     data, out = f"imagenet:{pictures(tmp_path / 'data', train=20)}", tmp_path / "out"
-    done = runner.invoke(
-        app,
-        [
-            "train",
-            "tiny",
-            "--data",
-            data,
-            "--macs",
-            "0.4",
-            "--out",
-            str(out),
-            "--device",
-            "cpu",
-            "--dry-run",
-            "4",
-        ],
-    )
+    done = train_tiny(data, out, "--macs=0.4", "--dry-run=4")
     assert done.exit_code == 0, done.output
     said = " ".join(done.output.split())
     assert "baseline: 80 steps of" in said and "prune: 30 steps of" in said and "hours" in said
@@ -218,25 +189,8 @@ def test_a_rehearsal_of_what_is_left_to_do(tmp_path: Path) -> None:
     data = f"imagenet:{pictures(tmp_path / 'data', train=20)}"
     file = tmp_path / "baseline.safetensors"
     save_file(Tiny().state_dict(), str(file))
-    done = runner.invoke(
-        app,
-        [
-            "train",
-            "tiny",
-            "--data",
-            data,
-            "--lam",
-            "3",
-            "--baseline",
-            str(file),
-            "--device",
-            "cpu",
-            "--dry-run",
-            "4",
-            "--out",
-            str(tmp_path / "out"),
-        ],
-    )
+    given = ("--lam=3", f"--baseline={file}", "--dry-run=4")
+    done = train_tiny(data, tmp_path / "out", *given)
     said = " ".join(done.output.split())
     assert done.exit_code == 0 and "baseline:" not in said and "prune: 30 steps of" in said
     assert "goal: lam 3" in said and said.endswith("not known in advance")

@@ -1,4 +1,4 @@
-"""Other methods on tiny data: the same budget, the same epochs, their penalties and formulas."""
+"""Other methods on tiny data: equal budget, equal epochs, and their penalties and formulas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 import polarprune as pp
 from benchmarks.pages.results import MARKS, write
-from polarprune.cli.app import app
 from polarprune.cost.other_scores import UnitNorms, scale_scores
 from polarprune.cost.resources import Quadratic
 from polarprune.experiments.data.cifar10 import Cifar10
@@ -41,7 +40,8 @@ from polarprune.experiments.runs.trainer import Trainer
 from polarprune.experiments.settings import MethodSettings
 from polarprune.gates.gate import GatedWeight
 from polarprune.surgery.proof import count_macs
-from tests.helpers.cifar import TINY, Tiny, images, runner, written
+from tests.helpers.cifar import TINY, Tiny, images, written
+from tests.helpers.command_line import train_tiny
 from tests.helpers.no_reading import NoReading
 
 EXAMPLE = torch.randn(2, 3, 32, 32)
@@ -154,28 +154,13 @@ def test_residual_networks(method: str, data: Cifar10, monkeypatch: Any, tmp_pat
 
 def test_the_command_line_takes_a_method(tmp_path: Path) -> None:
     written(tmp_path, "bin")
-    given = [
-        "train",
-        "tiny",
-        "--data",
-        f"cifar10:{tmp_path}",
-        "--macs",
-        "0.5",
-        "--device",
-        "cpu",
-        "--set",
-        "batch=10",
-        "--set",
-        "epochs=2",
-        "--set",
-        "controls.slimming=0.01",
-    ]
-    out = tmp_path / "out"
-    done = runner.invoke(app, [*given, "--out", str(out), "--method", "slimming"])
+    changes = ("--set=batch=10", "--set=epochs=2", "--set=controls.slimming=0.01")
+    train = partial(train_tiny, f"cifar10:{tmp_path}", tmp_path / "out", "--macs=0.5", *changes)
+    done = train("--method=slimming")
     assert done.exit_code == 0 and "after removal" in done.output, done.output
-    card = json.loads((out / "card.json").read_text())
+    card = json.loads((tmp_path / "out/card.json").read_text())
     assert card["method"] == "slimming" and card["recipe"]["controls"]["slimming"] == 0.01
-    done = runner.invoke(app, [*given, "--out", str(out), "--method", "slim"])
+    done = train("--method=slim")
     assert done.exit_code == 1
     assert "unknown method 'slim'. Methods: gdp, magnitude," in " ".join(done.output.split())
 
@@ -205,7 +190,7 @@ def test_slimming_pulls_at_every_scale_by_its_sign() -> None:
 
 
 def test_group_lasso_against_its_closed_form() -> None:
-    """w √size / ‖w‖ for every channel that a weight goes with."""
+    """The gradient is w √size / ‖w‖, summed over the channels that a weight belongs to."""
     model = Tiny()
     control(Lasso, model, lasso=0.7).penalty().backward()
 
@@ -366,7 +351,7 @@ def test_the_gates_reach_the_budget_by_themselves(kind: Any, data: Cifar10) -> N
 
 
 def kernels(model: Any) -> Tensor:
-    """Norms by hand of the weights that read the channels of one and two."""
+    """Compute by hand the norms of the weights that read the channels of `one` and `two`."""
     return torch.cat(
         [
             model.two.weight.detach().square().sum((0, 2, 3)).sqrt(),
@@ -477,46 +462,45 @@ def test_a_captured_step_trains_like_an_eager_one(name: str) -> None:
     assert found[0][1] == pytest.approx(found[1][1], rel=0.1, abs=0.5)
 
 
+def pulled(method: Any, model: nn.Module) -> set[str]:
+    """Compare our regularizer with that of Torch-Pruning; return the tensors that one pulls at."""
+    model(EXAMPLE).square().sum().backward()
+    kept = {name: p.grad.clone() for name, p in model.named_parameters()}
+    method.after_backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.grad = kept[name].clone()
+    method._pruner(model, 0.5).regularize(model)
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameter.grad, found[name], rtol=1e-4, atol=1e-5), name
+    return {
+        name
+        for name, p in model.named_parameters()
+        if not (torch.equal(p.grad, kept[name]) and torch.equal(found[name], kept[name]))
+    }
+
+
 @needs_torch_pruning
 @pytest.mark.parametrize("kind", [Tiny, partial(ResNet, 1)])
 def test_torch_prunings_regularizer_is_its_own(kind: Any) -> None:
     model = kind()
     method = control(METHODS["torch-pruning"], model, torch_pruning=0.1)
-    model(EXAMPLE).square().sum().backward()
-    kept = {name: p.grad.clone() for name, p in model.named_parameters()}
-    method.after_backward()
-    found = {name: p.grad.clone() for name, p in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        parameter.grad = kept[name].clone()
-    method._pruner(model, 0.5).regularize(model)
-    pulled = 0
-    for name, parameter in model.named_parameters():
-        assert torch.allclose(parameter.grad, found[name], rtol=1e-4, atol=1e-5), name
-        pulled += not torch.equal(parameter.grad, kept[name])
-    weights = [name for name, _ in model.named_parameters() if name.endswith("weight")]
-    assert pulled == len(weights)
+    weights = {name for name, _ in model.named_parameters() if name.endswith("weight")}
+    assert pulled(method, model) == weights
 
 
 @needs_torch_pruning
 def test_torch_pruning_regularizes_no_depthwise_convolution() -> None:
-    """Its library leaves them out, of the importance as well."""
+    """The library leaves them out of the regularizer and of the importance."""
     model = MobileNetV2(strides=(2, 2, 2, 2, 1, 2, 1), dropout=0.0)
     model.blocks = model.blocks[:3]
     model.last = nn.Conv2d(24, 32, 1)
     model.head = nn.Linear(32, 10)
     method = control(METHODS["torch-pruning"], model, torch_pruning=0.1)
-    model(EXAMPLE).square().sum().backward()
-    kept = {name: p.grad.clone() for name, p in model.named_parameters()}
-    method.after_backward()
-    found = {name: p.grad.clone() for name, p in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        parameter.grad = kept[name].clone()
-    method._pruner(model, 0.5).regularize(model)
-    for name, parameter in model.named_parameters():
-        assert torch.allclose(parameter.grad, found[name], rtol=1e-4, atol=1e-5), name
+    weights = pulled(method, model)
     depthwise = model.blocks[1].layers[1][0]
     name = next(key for key, one in model.named_modules() if one is depthwise)
-    assert depthwise.groups > 1 and torch.equal(found[f"{name}.weight"], kept[f"{name}.weight"])
+    assert depthwise.groups > 1 and weights and f"{name}.weight" not in weights
     small = method.cut(model)
     assert count_macs(small, EXAMPLE) <= 0.5 * count_macs(model, EXAMPLE)
 
@@ -546,7 +530,7 @@ def stored(
     images: int = 10000,
     **changes: Any,
 ) -> None:
-    """A card and a log as `Run` writes them."""
+    """Write a card and a log as `Run` does."""
     stages = ("baseline", "before removal", "after removal", "after fine-tuning")
     table = [
         {"stage": stage, "accuracy": score, "macs": 1, "params": 1}
@@ -575,7 +559,7 @@ def stored(
 
 
 def made(root: Path) -> tuple[str, str]:
-    """The page and the README."""
+    """Write the page and the README, and return their texts."""
     (root / "docs").mkdir()
     (root / "README.md").write_text(f"above\n{MARKS[0]}\nold\n{MARKS[1]}\nbelow\n")
     write(root)

@@ -1,4 +1,4 @@
-"""`polarprune train` with a model and data of the user's own, and every way to name them."""
+"""`polarprune train` with the user's own model and data, and every way to name them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SMALL += ["--device", "cpu", "--macs", "0.5"]
 
 
 def pictures(folder: Path, classes: int = 4) -> Path:
-    """Pictures of as many colours as classes, as PNG and JPEG files."""
+    """Write images of as many colours as classes, as PNG and JPEG files."""
     for part, count in (("train", 6), ("val", 2)):
         for label in range(classes):
             (folder / part / f"class{label}").mkdir(parents=True)
@@ -75,7 +75,7 @@ def test_models_of_packages_are_made_with_the_number_of_classes(name: str) -> No
         ("timm:hf-hub:someone/something", "timm has no model 'hf-hub:someone/something'"),
         ("model.py:make", "the model could not be made: FileNotFoundError"),
         ("nowhere", "give package.module:factory, file.py:factory, timm:NAME or torchvision:NAME"),
-        (f"{HELPER}:data_sets", "it returned a tuple; give a model factory"),
+        (f"{HELPER}:data_sets", "it returned a value of type tuple; return a torch.nn.Module"),
     ],
 )
 def test_a_wrong_name_is_refused(name: str, said: str) -> None:

@@ -1,4 +1,4 @@
-"""What the page of results says of the paper's settings."""
+"""What the page of results says about the paper's settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures of masks and paintings, made of small networks."""
+"""Figures of masks and paintings, made with small networks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers.voc import Tiny, written
 
 
 def run(folder: Path, name: str, network: str, example: torch.Tensor, baseline: bool) -> None:
-    """A model and what is left of it, as an experiment leaves them."""
+    """Write a model and its pruned version, as an experiment stores them."""
     torch.manual_seed(0)
     model = NETWORKS[network]()
     (folder / name).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""`polarprune train` and `eval`: data, recipes, the training loop, a run from start to card."""
+"""`polarprune train` and `eval`: data, settings, the training loop, a run from start to card."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ from polarprune.experiments.runs.trainer import Trainer
 from polarprune.experiments.settings import Settings
 from polarprune.surgery.proof import count_macs
 from tests.helpers.cifar import TINY, Tiny, images, runner, written
+from tests.helpers.command_line import train_tiny
 from tests.helpers.forked_commands import ForkedCommand
 
 pytestmark = pytest.mark.usefixtures("tiny")
@@ -166,7 +167,7 @@ def test_normalised_images_have_the_published_mean_and_deviation() -> None:
 
 
 def test_batches_are_crops_and_flips_of_the_images() -> None:
-    """Every batch image is found among the 9 × 9 × 2 that there may be."""
+    """Every image of a batch is one of the 9 × 9 × 2 possible crops and flips."""
     few = images(6)
     batches = Batches(few, 3)
     padded = nn.functional.pad(few.x, (0, 0, 4, 4, 4, 4))
@@ -635,7 +636,7 @@ def test_a_sweep_prunes_one_baseline_to_several_budgets(tmp_path: Path) -> None:
         (["--macs", "0.5", "--method", "foo"], "unknown method 'foo'"),
         (["--macs", "0.5", "--out", "{}/text"], "is a file"),
         (["--macs", "0.5", "--macs", "0.0001"], "lowest"),
-        (["--macs", "0.5,x"], "--macs x: give fractions, as --macs 0.7,0.5."),
+        (["--macs", "0.5,x"], "--macs x: give fractions, such as --macs 0.7,0.5."),
         (["--macs", "0.5", "--seeds", "0"], "--seeds 0: give at least 1."),
         (["--macs", "0.5", "--threads", "-1"], "--threads -1: give a number of threads"),
     ],
@@ -676,27 +677,7 @@ def test_eval_wants_the_data_of_the_network(tmp_path: Path) -> None:
 def test_train_and_eval_on_the_command_line(tmp_path: Path) -> None:
     written(tmp_path, "bin")
     data, out = f"cifar10:{tmp_path}", tmp_path / "out"
-    done = runner.invoke(
-        app,
-        [
-            "train",
-            "tiny",
-            "--data",
-            data,
-            "--macs",
-            "0.5",
-            "--out",
-            str(out),
-            "--device",
-            "cpu",
-            "--set",
-            "epochs=3",
-            "--set",
-            "batch=10",
-            "--seed",
-            "3",
-        ],
-    )
+    done = train_tiny(data, out, "--macs=0.5", "--set=epochs=3", "--set=batch=10", "--seed=3")
     assert done.exit_code == 0, done.output
     assert "after removal" in done.output and "of the MACs" in done.output
     scored = runner.invoke(app, ["eval", str(out / "small.safetensors"), "--data", data])
@@ -795,7 +776,7 @@ def test_experiments_run_one_after_the_other_and_leave_cards_and_models(
 
 
 def settings(experiment: experiments.Experiment) -> Settings:
-    """The recipe of an experiment, as the command line would change it."""
+    """Return the settings of an experiment, as the command line would change them."""
     changes = [change.partition("=")[::2] for change in experiment.change]
     return preset(experiment.preset, **{key: json.loads(value) for key, value in changes})
 
@@ -833,7 +814,7 @@ def test_plain_mode_is_that_of_the_paper(name: str) -> None:
     ],
 )
 def test_the_papers_recipes_run(name: str, data: Cifar10, tmp_path: Path) -> None:
-    """One epoch of a tiny network, with all else as it is."""
+    """Run one epoch of a tiny network with all other settings of the experiment."""
     one = experiments.EXPERIMENTS[name]
     short = {"network": "tiny", "epochs": 1, "baseline_epochs": 1, "batch": 20, "tune_epochs": 0}
     run = Run(dataclasses.replace(settings(one), **short), data, tmp_path)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The benchmark of the steering: a tiny run, and what is said about stored ones."""
+"""The benchmark of the steering: a tiny run, and what the page says about stored runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from polarprune.experiments.data.images import Images
 
 @pytest.fixture
 def cifar10(tmp_path: Path) -> Path:
-    """Random images in the binary layout: 20 a batch."""
+    """Write random images in the binary format, 20 in each file."""
     folder = tmp_path / "cifar-10-batches-bin"
     folder.mkdir()
     generator = torch.Generator().manual_seed(0)
@@ -144,7 +144,7 @@ def test_the_sentences_name_the_worst_and_its_cause() -> None:
 
 
 def headline(folder: Path, name: str, points: float) -> None:
-    """A run of ten epochs that falls by a point an epoch, and by `points` in the fifth."""
+    """Write ten epochs in which the MACs fall by a point each, and by `points` in the fifth."""
     rows, macs = [], 1.0
     for epoch in range(1, 11):
         macs -= (points if epoch == 5 else 1.0) / 100
@@ -229,7 +229,7 @@ def test_a_rise_that_the_same_training_has_without_pruning_is_not_the_steerings(
 
 
 def share(start: int, end: int) -> float:
-    """The part of the way that the path covers between two of ten epochs."""
+    """Return the part of its way that the path covers between two of ten epochs."""
     steps = 10 * (steering_page.IMAGES // 500)
     at = [Schedule().path(epoch * steps // 10, steps) for epoch in (start, end)]
     return at[0] - at[1]
@@ -255,7 +255,7 @@ def planned(folder: Path, name: str) -> None:
 
 
 def write_rows(folder: Path, changed: dict[int, dict[str, Any]]) -> None:
-    """Write rows of a log, by epoch; those that are there already stay."""
+    """Write rows of a log by epoch, and keep the other rows."""
     file = folder / "log.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
     rows = {row["epoch"]: row for row in map(json.loads, lines)} | changed

@@ -36,7 +36,7 @@ def sweep(out: Path, *given: str) -> list[dict[str, Any]]:
 
 
 def sums(out: Path) -> dict[str, str]:
-    """The checksum of every small model of a sweep."""
+    """Return the checksum of every small model of a sweep."""
     cards = sorted(out.glob("macs-*/card.json"))
     return {card.parent.name: json.loads(card.read_text())["sha256"] for card in cards}
 

@@ -83,7 +83,7 @@ def test_the_first_and_the_last_window_can_be_drawn() -> None:
 
 
 def test_drawing_windows_waits_for_nothing(data: Text) -> None:
-    """So a CUDA graph can hold it."""
+    """A CUDA graph can then contain it."""
     batches = data.stream(Settings("x", batch=4))
     with NoReading():
         x, y = batches.next()
@@ -94,7 +94,7 @@ def test_drawing_windows_waits_for_nothing(data: Text) -> None:
 
 
 class Constant(nn.Module):
-    """Predicts the same for every character, and takes note of what it sees."""
+    """A model that predicts the same for every character and records its inputs."""
 
     def __init__(self, logits: torch.Tensor) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ def test_a_gated_gpt_is_exported_in_both_modes(norms: bool, uniform: bool) -> No
 
 @pytest.mark.parametrize("norms", [False, True])
 def test_a_step_of_a_gated_gpt_is_one_graph_and_waits_for_nothing(norms: bool, data: Text) -> None:
-    """So `compiled=true` and a CUDA graph can hold it."""
+    """Then it works with `compiled=true` and in a CUDA graph."""
     model, batches = small_gpt(data.classes), data.stream(SMALL)
     pruner = pp.Pruner(model, data.example(), params=0.5, steps=20, norms=norms)
     groups = pruner.param_groups(lr=1e-3)

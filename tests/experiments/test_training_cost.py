@@ -304,7 +304,7 @@ def test_thin_and_reinit_on_the_command_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("--method reinit", "reinit: give the widths of a pruned network, as --shapes FILE."),
+        ("--method reinit", "reinit: give the widths of a pruned network with --shapes FILE."),
         ("--shapes {}/text.json", "--shapes: gdp has no use for it. Leave it out."),
         ("--method reinit --shapes {}/text.json", "text.json: it holds no widths. Give the card"),
         ("--method reinit --shapes {}/x.json", "x.json: cannot read it"),

@@ -35,6 +35,7 @@ from polarprune.experiments.runs.pruned_file import rebuild
 from polarprune.experiments.runs.run import Run
 from polarprune.experiments.runs.trainer import Trainer
 from polarprune.experiments.settings import Settings
+from tests.helpers.command_line import train_tiny
 from tests.helpers.no_reading import NoReading
 from tests.helpers.voc import Tiny, mask_of, saved, written
 
@@ -196,27 +197,8 @@ def test_a_run_ends_on_its_budget_with_the_same_answers(
 def test_train_and_eval_on_the_command_line(tiny: None, tmp_path: Path) -> None:
     written(tmp_path)
     runner, data, out = CliRunner(), f"voc:{tmp_path}", tmp_path / "out"
-    done = runner.invoke(
-        app,
-        [
-            "train",
-            "tiny",
-            "--data",
-            data,
-            "--macs",
-            "0.6",
-            "--out",
-            str(out),
-            "--device",
-            "cpu",
-            "--set",
-            "epochs=1",
-            "--set",
-            "baseline_epochs=1",
-            "--set",
-            "distill=0.5",
-        ],
-    )
+    settings = ("--set=epochs=1", "--set=baseline_epochs=1", "--set=distill=0.5")
+    done = train_tiny(data, out, "--macs=0.6", *settings)
     assert done.exit_code == 0, done.output
     assert "after removal" in done.output and "of the MACs" in done.output
     done = runner.invoke(app, ["eval", str(out / "small.safetensors"), "--data", data])

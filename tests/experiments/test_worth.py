@@ -141,7 +141,7 @@ def test_all_comparisons_run_and_are_equal(small: dict[str, Experiment], tmp_pat
 
 
 def stored(folder: Path, name: str, score: float, stage: str = "after removal") -> None:
-    """A card as `Run` writes it."""
+    """Write a card as `Run` does."""
     one = EXPERIMENTS[name]
     recipe = dataclasses.asdict(PRESETS[one.preset]) | {"seed": one.seed}
     table = [{"stage": "baseline", "accuracy": 0.95}, {"stage": stage, "accuracy": score}]

@@ -1,1 +1,1 @@
-"""What several test files share: networks, comparisons, data in miniature, programs that attack."""
+"""What several test files share: networks, comparisons, tiny data sets, and attacks on files."""

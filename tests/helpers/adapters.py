@@ -35,7 +35,7 @@ EXAMPLE = torch.zeros(2, 1, 8, 8)
 
 
 class Digits(Dataset[Any]):
-    """Random pictures with random labels, as dicts or tuples."""
+    """Random images with random labels, as dicts or tuples."""
 
     def __init__(self, as_dicts: bool = False) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -72,7 +72,7 @@ class Training(ABC):
     @property
     @abstractmethod
     def pruner(self) -> pp.Pruner:
-        """The pruner, once the training has begun."""
+        """Return the pruner; it exists once the training has begun."""
 
     @abstractmethod
     def train(self, until: int = EPOCHS, *, resume: bool = False) -> None:
@@ -82,18 +82,18 @@ class Training(ABC):
         """
 
     def export(self) -> nn.Module:
-        """The small model, as users of the framework get it."""
+        """Return the small model as users of the framework get it."""
         return self.pruner.export()
 
     def outputs(self, model: nn.Module, images: Tensor) -> Tensor:
-        """What the gated or the small model returns in eval mode."""
+        """Return the outputs of the gated or the small model in eval mode."""
         with torch.no_grad():
             found: Tensor = model.eval()(images)
             return found
 
 
 class PlainLoop(Training):
-    """The loop of the README; only the states of the model and the optimizer are stored."""
+    """Train with the loop of the README; store only the states of the model and the optimizer."""
 
     def __init__(self, folder: Path, seed: int = 1, **settings: Any) -> None:
         super().__init__(folder, seed)
@@ -173,7 +173,7 @@ class Lightning(Training):
 
 
 class WithLoss(nn.Module):
-    """A model as `Trainer` of Hugging Face wants it."""
+    """A model that returns its loss, as Hugging Face's `Trainer` requires."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()

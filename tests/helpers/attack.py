@@ -1,4 +1,4 @@
-"""Attack `load` with mutated and forged files: nothing may run, and only PruneError come out.
+"""Attack `load` with damaged and forged files: none may run code, and all errors are PruneErrors.
 
     python -m tests.helpers.attack --count 10000
 
@@ -95,7 +95,7 @@ def armed() -> Iterator[None]:
 
 
 def outcome(file: Path, one: Victim, kind: str) -> str:
-    """What came of a file: `refused`, `equal`, `another model`, `does not run`, or a violation."""
+    """Return how it ends: `refused`, `equal`, `another model`, `does not run`, or a violation."""
     fresh = one.make().eval()
     before = {key: value.clone() for key, value in fresh.state_dict().items()}
     with armed():
@@ -127,7 +127,7 @@ def _tried(file: Path, fresh: nn.Module, one: Victim, kind: str) -> str:
 
 
 def attack(count: int, seed: int, folder: Path) -> tuple[Counter[tuple[str, str]], list[str]]:
-    """So many attacks: what came of them, and a line for each violation."""
+    """Run this many attacks; return what came of them, and a line for each violation."""
     sys.addaudithook(_watch)
     victims = [victim(name, folder) for name in NETWORKS]
     victims.append(of_version_1(victims[1]))

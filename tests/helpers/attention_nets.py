@@ -1,4 +1,4 @@
-"""Attention in the ways in which libraries write it, and a block around it."""
+"""Attention as several libraries write it, and a block around it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `endurance` breaks: processes, a training loop of one's own, `polarprune train`, a disk."""
+"""What `endurance` breaks: processes, a user's training loop, `polarprune train`, a disk."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STEPS, EVERY, BATCH = 60, 4, 16  # of a loop; of these, a checkpoint
 
 
 class Violation(Exception):
-    """What must not happen."""
+    """Something that must not happen."""
 
 
 def demand(holds: Any, what: str) -> None:
@@ -44,7 +44,7 @@ def demand(holds: Any, what: str) -> None:
 
 @dataclass
 class Ended:
-    """A process that has come to its end."""
+    """A process that has ended."""
 
     code: int  # negative: the signal
     said: str
@@ -52,7 +52,7 @@ class Ended:
 
 
 def started(task: Callable[[], Any], log: Path, most: float | None = None) -> Ended:
-    """Run a task in a process of its own, which is killed after so many seconds."""
+    """Run a task in a separate process, and kill it after this many seconds."""
     start = time.perf_counter()
     sys.stdout.flush()
     pid = os.fork()
@@ -90,7 +90,7 @@ def _child(task: Callable[[], Any], log: Path) -> None:
 
 @dataclass(frozen=True)
 class Doom:
-    """Kill this process at a moment of the n-th checkpoint, or of the n-th that gets its name."""
+    """Kill this process while it writes the n-th checkpoint, or before or after the n-th rename."""
 
     moment: str  # "in the bytes", "before the name", "after the name"
     number: int
@@ -129,7 +129,7 @@ def _bytes_of(content: Any) -> int:
 
 
 class _Dying:
-    """A file that is killed with its process after so many bytes."""
+    """A file whose process is killed after this many bytes."""
 
     def __init__(self, file: Any, left: int) -> None:
         self.file, self.left = file, left
@@ -151,11 +151,11 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# --- a training loop of one's own -----------------------------------------------------------------
+# --- a user's training loop -----------------------------------------------------------------------
 
 
 class Net(nn.Module):
-    """Dropout draws, batch norms remember: both have to go on where they were."""
+    """A network whose dropout and batch norms have a state that must be restored."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ def build(case: Case, data: Digits) -> Parts:
 
 
 def write(parts: Parts, path: Path) -> None:
-    """As docs/usage.md has it, with what is the user's part: dice and scheduler."""
+    """Write a checkpoint as in docs/usage.md, with random generators and a scheduler."""
     new = Path(f"{path}.new")
     torch.save([*(part.state_dict() for part in parts), torch.get_rng_state()], new)
     new.replace(path)
@@ -232,7 +232,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass
 class Loop:
-    """From the last checkpoint to the end; `before` may meddle with a step."""
+    """Train from the last checkpoint to the end; `before` may disturb a step."""
 
     case: Case
     data: Digits
@@ -270,7 +270,7 @@ class Loop:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Bit-equal, whatever it is made of."""
+    """Return whether two nested values are bit-equal."""
     if isinstance(one, Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
@@ -295,7 +295,7 @@ class Tiny(nn.Module):
 
 
 def write_images(folder: Path) -> None:
-    """CIFAR-10 in miniature; colours say which class it is."""
+    """Write a tiny CIFAR-10 whose classes differ in colour."""
     inner = folder / "cifar-10-batches-bin"
     inner.mkdir(parents=True)
     generator = torch.Generator().manual_seed(0)
@@ -334,7 +334,7 @@ RECIPE = Settings(
 
 
 def one_line(ended: Ended) -> str:
-    """The refusal of a command, which has to be the last thing that it says."""
+    """Return the error of a command, which must be the last thing that it prints."""
     demand(ended.code == 1, f"exit code {ended.code}: {ended.said[-600:]}")
     demand("Traceback" not in ended.said, f"a traceback: {ended.said[-600:]}")
     lines = [line for line in ended.said.splitlines() if line.startswith("PruneError: ")]
@@ -348,7 +348,7 @@ def one_line(ended: Ended) -> str:
 
 @dataclass
 class Disk:
-    """A file system of its own; where none can be mounted, a limit for every file of a process."""
+    """A separate file system; where none can be mounted, a limit for each file of a process."""
 
     folder: Path
     size: int = 8 * 2**20
@@ -362,7 +362,7 @@ class Disk:
         self.mounted = done is not None and not done.returncode
 
     def leave(self, room: int | None) -> None:
-        """Fill it up but for so many bytes; None: make room."""
+        """Leave only this many bytes free; None frees everything."""
         filler = self.folder / "filler"
         filler.unlink(missing_ok=True)
         self.limit = room

@@ -1,4 +1,4 @@
-"""CIFAR-10 in miniature, and a network and settings for it."""
+"""A tiny CIFAR-10, and a network and settings for it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TINY = Settings("tiny", baseline_epochs=3, epochs=4, batch=20, baseline_lr=0.05,
 
 
 def images(count: int, seed: int = 0) -> Images:
-    """Colours say which class it is."""
+    """Return images whose classes differ in colour."""
     generator = torch.Generator().manual_seed(seed)
     y = torch.arange(count) % 10
     x = torch.randint(0, 60, (count, 32, 32, 3), generator=generator)
@@ -42,7 +42,7 @@ def images(count: int, seed: int = 0) -> Images:
 
 
 def written(folder: Path, kind: str, count: int = 20) -> Cifar10:
-    """CIFAR-10 in miniature (`count` pictures a file), in the two forms that are handed out."""
+    """Write a tiny CIFAR-10 (`count` images a file) in one of its two published formats."""
     inner = folder / f"cifar-10-batches-{kind}"
     inner.mkdir()
     parts = [images(count, seed=k) for k in range(6)]

@@ -18,7 +18,7 @@ Body = Callable[[Any, Tensor], Any]
 
 
 class Body2d(nn.Module):
-    """Two convolutions and a layer; what happens after the first convolution is `body`."""
+    """Two convolutions and a linear layer; `body` runs after the first convolution."""
 
     def __init__(self, body: Body) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def images(batch: int, size: int) -> Tensor:
 
 
 def plans(graph: Graph) -> Iterator[Plan]:
-    """One channel each, all but the first, all but the last, the same widths, random parts."""
+    """Yield plans: one channel, all but the first or the last, equal widths, random parts."""
     groups = graph.prunable.values()
     for kept in (lambda n: [n - 1], lambda n: range(1, n), lambda n: range(n - 1)):
         yield {g.name: list(kept(g.size)) or [0] for g in groups}
@@ -66,7 +66,7 @@ def masked(model: nn.Module, graph: Graph, plan: Plan) -> nn.Module:
 
 @torch.no_grad()
 def worst(model: nn.Module, graph: Graph, *inputs: Tensor) -> float:
-    """How far cut models are from the masked one, at most.
+    """Return the largest difference of cut models from the masked model.
 
     The first input is the example. Others may be refused by rewritten code, and where the original
     does not run there is nothing to compare.
@@ -96,5 +96,5 @@ def _tensors(out: Any) -> list[Tensor]:
 
 
 def reasons(graph: Graph) -> str:
-    """Why channels are frozen, group by group."""
+    """Return the reason of each frozen group."""
     return "\n".join(f"{g.name}: {g.reason}" for g in graph.groups.values() if g.frozen)

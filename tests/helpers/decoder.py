@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class KeysAndValues:
-    """Keys and values as attributes, in the way of transformers."""
+    """A layer's cache, with keys and values as attributes, as in transformers."""
 
     def __init__(self) -> None:
         self.keys: Tensor | None = None
@@ -34,7 +34,7 @@ Cache.__module__ = "transformers.cache_utils"
 
 
 class Attention(nn.Module):
-    """Attention of four heads; the options are ways in which code may read widths."""
+    """Attention with four heads; the options are ways in which code may read widths."""
 
     def __init__(self, counts_heads: bool, hard_coded: bool, asks: bool) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Attention(nn.Module):
 
 
 class Decoder(nn.Module):
-    """One layer of attention and two of an MLP on tokens.
+    """A decoder with one attention layer and an MLP of two layers.
 
     Args:
         form: in what form the cache is returned.

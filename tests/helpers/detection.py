@@ -1,4 +1,4 @@
-"""A few pictures with boxes, and a detector of Ultralytics that is narrow enough for tests."""
+"""A few images with boxes, and a detector of Ultralytics that is narrow enough for tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FAST: dict[str, Any] = {
 
 
 def write_pictures(folder: Path, count: int = 12, size: int = 64) -> Path:
-    """Write pictures of coloured squares with labels, and return the file that describes them."""
+    """Write images of coloured squares with labels, and return the file that describes them."""
     dice = np.random.default_rng(0)
     for part, number in (("train", count), ("val", 4)):
         for kind in ("images", "labels"):
@@ -38,7 +38,7 @@ def write_pictures(folder: Path, count: int = 12, size: int = 64) -> Path:
 
 
 def write_classes(folder: Path, size: int = SIZE) -> Path:
-    """Write pictures for a classifier, one folder for each class, and return the folder."""
+    """Write images for a classifier, one folder for each class, and return the folder."""
     dice = np.random.default_rng(0)
     for part in ("train", "val"):
         for colour, name in enumerate(("red", "green")):

@@ -112,7 +112,7 @@ class Repeated(nn.Module):
 
 
 class TiedTransformer(nn.Module):
-    """Patches as tokens, gates in norms, and a weight that two layers share."""
+    """A network with patches as tokens, gates in norms, and a weight that two layers share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def train(
 
 
 def share_buffers(model: nn.Module) -> None:
-    """Give all processes the first one's statistics of norms: a checkpoint stores anyone's."""
+    """Give all processes the first one's norm statistics: a checkpoint may store any of them."""
     for buffer in model.buffers():
         dist.broadcast(buffer, 0)
 

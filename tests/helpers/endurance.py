@@ -1,4 +1,4 @@
-"""Break trainings on purpose: each ends bit-equal to one that nothing happened to.
+"""Break trainings on purpose: each must end bit-equal to a training that nothing happened to.
 
     python -m tests.helpers.endurance --trials 50
 
@@ -11,7 +11,7 @@ started again, as users do it, until they are done.
 - diverged: a loss that is NaN or infinite, or rates that explode. A refusal that names the gate.
 - many steps: 20,000 of them, in which memory and history must not grow.
 
-A run is a training loop of one's own with the checkpoints of docs/usage.md, or `polarprune train`.
+A run is a user's training loop with the checkpoints of docs/usage.md, or `polarprune train`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# What runs import late is imported here, so that not each of the forks does it anew.
+# Import here what runs import late, so that not every fork does it again.
 import jinja2  # noqa: F401
 import matplotlib.backends.backend_agg
 import matplotlib.figure  # noqa: F401
@@ -90,7 +90,7 @@ class Trials:
     # runs to which nothing happens
 
     def whole(self, case: Case) -> tuple[Path, float]:
-        """The folder of an uninterrupted run, and how long it took."""
+        """Return the folder of an uninterrupted run, and how long it took."""
         if case not in self.wholes:
             place = self.place()
             ended = started(Loop(case, self.data, place), place / "log")
@@ -107,7 +107,7 @@ class Trials:
         return self.wholes[word]
 
     def compare(self, case: Case, place: Path) -> None:
-        """State, plan, history, the optimizer's state; and the file, byte for byte."""
+        """Compare state, plan, history, the optimizer's state, and the file byte for byte."""
         wanted, _ = self.whole(case)
         parts = ("the state", "the plan", "the history", "the optimizer's state")
         results = [torch.load(at / "result.pt", weights_only=True) for at in (wanted, place)]
@@ -186,7 +186,7 @@ class Trials:
         threat: Callable[[], tuple[float | None, Doom | None]],
         dice: random.Random,
     ) -> None:
-        """Start it again and again; it is killed a few times at most, and once at least."""
+        """Start a run again and again, and kill it at least once and at most a few times."""
         kills, most = 0, dice.randint(2, MOST_KILLS)
         while True:
             seconds, doom = threat() if kills < most else (None, None)
@@ -234,7 +234,7 @@ class Trials:
             self.compare(case, full.folder)
 
     def full_disk_save(self, dice: random.Random) -> None:
-        """`save` over a file that is there: a refusal, the old file, then the new one."""
+        """Save over a file on a full disk: `save` raises and keeps it; with room, it succeeds."""
 
         def task() -> None:
             torch.manual_seed(0)
@@ -283,7 +283,7 @@ class Trials:
         self._with_more_and_more_room("sweep", dice)
 
     def _with_more_and_more_room(self, word: str, dice: random.Random) -> None:
-        """Each time a little more is free, until there is enough."""
+        """Try again with a little more free space each time, until there is enough."""
         with disk(self.place()) as full:
             out, room, refusals = full.folder / "out", 0, 0
             task = training(self.images, out, word)
@@ -453,7 +453,7 @@ def _check_refusal(error: pp.PruneError, parts: Parts, steps: range) -> None:
 
 
 def _resident() -> int:
-    """Bytes of this process in memory."""
+    """Return how many bytes of memory this process uses."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -484,7 +484,7 @@ def without_times(file: Path) -> bytes:
 
 
 def drawn(count: int, only: list[str]) -> list[str]:
-    """Kinds of trials, in turn; each as often as it is planned."""
+    """Return the kinds of trials in turn, each as often as planned."""
     kinds = {kind: number for kind, number in PLAN.items() if not only or kind in only}
     turns = [kind for turn in range(max(kinds.values())) for kind in kinds if kinds[kind] > turn]
     return [turns[number % len(turns)] for number in range(count)]
@@ -493,7 +493,7 @@ def drawn(count: int, only: list[str]) -> list[str]:
 def endure(
     count: int, seed: int, folder: Path, only: list[str], many: int
 ) -> tuple[dict[str, Counter[str]], list[str]]:
-    """So many trials: what came of them, and a line for each violation."""
+    """Run this many trials; return what came of them, and a line for each violation."""
     torch.set_num_threads(1)
     NETWORKS["endurance"], PRESETS["endurance"] = Tiny, RECIPE
     run.CHECKPOINT_PAUSE = 0.0  # a checkpoint after every epoch

@@ -42,7 +42,7 @@ def double(inputs: Any) -> Any:
 
 
 def run(model: nn.Module, inputs: Any) -> Any:
-    """`model(...)`, with dropout off: two models of different width would draw different noise."""
+    """Call the model with dropout off, because models of different widths draw different noise."""
     off = {name: lambda x, *args, **kwargs: x for name in ("dropout", "dropout2d")}
     with mock.patch.multiple(F, **off):
         return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
@@ -50,7 +50,7 @@ def run(model: nn.Module, inputs: Any) -> Any:
 
 @torch.no_grad()
 def outputs(model: nn.Module, inputs: Any, *, training: bool) -> list[Tensor]:
-    """What the model puts out; it keeps its mode and its running statistics."""
+    """Return the model's outputs, and restore its mode and its running statistics."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
@@ -63,7 +63,7 @@ def outputs(model: nn.Module, inputs: Any, *, training: bool) -> list[Tensor]:
 
 
 def difference(one: nn.Module, other: nn.Module, inputs: Any, *, training: bool) -> float:
-    """max |a - b| / max |a|, the worst over all outputs."""
+    """Return the largest max |a - b| / max |a| over all outputs."""
     left, right = (outputs(model, inputs, training=training) for model in (one, other))
     assert [x.shape for x in left] == [x.shape for x in right]
     assert all(a.isfinite().all() and a.abs().max() > 0 for a in left)
@@ -79,7 +79,7 @@ FUSED = {
 
 
 def counted(model: nn.Module, inputs: Any) -> dict[str, int]:
-    """MACs as torch counts them, and the number of parameters."""
+    """Return the MACs as torch counts them, and the number of parameters."""
     model = copy.deepcopy(model).eval()
     with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=FUSED) as counter:
         run(model, inputs)
@@ -89,7 +89,7 @@ def counted(model: nn.Module, inputs: Any) -> dict[str, int]:
 
 
 class Outputs(TorchDispatchMode):
-    """Bytes that operations with MACs put out."""
+    """A mode that counts the bytes of the outputs of operations with MACs."""
 
     bytes = 0
 
@@ -102,7 +102,7 @@ class Outputs(TorchDispatchMode):
 
 
 def memory(model: nn.Module, inputs: Any) -> int:
-    """Bytes of parameters, and of what merging operations put out."""
+    """Return the bytes of the parameters, and of the outputs of merging operations."""
     model = copy.deepcopy(model).eval()
     with torch.no_grad(), Outputs() as seen:
         run(model, inputs)
@@ -110,9 +110,9 @@ def memory(model: nn.Module, inputs: Any) -> int:
 
 
 def set_gates(pruner: pp.Pruner, width: Callable[[Group], int], seed: str) -> None:
-    """Random gates between 0.47 and 0.96, of either sign of α, and the others closed.
+    """Set random gates between 0.47 and 0.96 with α of either sign, and close the others.
 
-    Then the pruner takes its one step anew (with λη = 0), to see what was done to its gates.
+    Then the pruner takes its only step again (with λη = 0), so that it notices the new gates.
     """
     torch.manual_seed(zlib.crc32(seed.encode()))
     with torch.no_grad():
@@ -138,7 +138,7 @@ def start(name: str, dtype: torch.dtype = torch.float64) -> pp.Pruner:
 
 
 def pruner_of(model: nn.Module, inputs: Any) -> pp.Pruner:
-    """A pruner whose step, at a learning rate of 0, moves nothing."""
+    """Return a pruner whose step changes nothing, because the learning rate is 0."""
     pruner = pp.Pruner(model, inputs, lam=1.0, steps=1)
     pruner.param_groups(lr=0.0)
     return pruner

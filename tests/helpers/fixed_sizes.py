@@ -32,7 +32,7 @@ def window_attention(
     qkv_bias: Tensor,
     proj_bias: Tensor,
 ) -> Tensor:
-    """As in torchvision's Swin transformer: everything by sizes of the input."""
+    """Windows as in torchvision's Swin transformer: all numbers come from sizes of the input."""
     batch, height, width, channels = x.shape
     right, below = (-width) % window[1], (-height) % window[0]
     x = F.pad(x, (0, 0, 0, right, 0, below))
@@ -103,7 +103,7 @@ class Window(nn.Module):
 
 
 class Conv1D(nn.Module):
-    """A linear layer the other way round, as in GPT-2."""
+    """A linear layer with a transposed weight, as in GPT-2."""
 
     def __init__(self, nf: int, nx: int) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Einsum(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer norm holds the stream; heads are open."""
+    """A layer norm freezes the stream; heads are prunable."""
 
     def __init__(self, attention: nn.Module) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Block(nn.Module):
 
 
 class Slices(nn.Module):
-    """Channels last, and cut by numbers with an ellipsis."""
+    """Channels are last, and are sliced by numbers with an ellipsis."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class Unflatten(nn.Module):
 
 
 class Expand(nn.Module):
-    """A squeezed map, spread over the channels again by number."""
+    """A squeezed map that is expanded over a fixed number of channels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class Expand(nn.Module):
 
 
 class Zeros(nn.Module):
-    """A recurrent state that starts at zeros of a width that is written down."""
+    """A recurrent state that starts with zeros of a hard-coded width."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ class Scale(nn.Module):
 
 
 class Odd(nn.Module):
-    """Code that looks at a size and goes one of two ways, and cuts channels in between."""
+    """Code that takes one of two branches depending on a size, and slices channels in between."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] % 2:
@@ -279,7 +279,7 @@ class Rows(nn.Module):
 
 
 class Mixed(nn.Module):
-    """A pointwise convolution as a product of indices."""
+    """A pointwise convolution written with `einsum`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -290,7 +290,7 @@ class Mixed(nn.Module):
 
 
 class Modes(nn.Module):
-    """Noise in train mode only, and a baked split: two graphs."""
+    """Noise in train mode only, and a hard-coded split, so that two graphs are needed."""
 
     def forward(self, x: Tensor) -> Tensor:
         a, b = x.split([3, 5], 1)

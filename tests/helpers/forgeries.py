@@ -1,4 +1,4 @@
-"""Files for `attack`: small networks, cut and saved, and what an attacker makes of these."""
+"""Files for `attack`: small networks, cut and saved, and what an attacker turns them into."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from polarprune.files.untrusted.checksum import BLANK, signed
 
 
 class Baked(nn.Module):
-    """Widths are written into the code."""
+    """A network with hard-coded widths."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Attends(nn.Module):
 
 
 class Tied(nn.Module):
-    """Embedding and output share their weight, and a list knows it too."""
+    """Embedding and output share their weight, which a list contains, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], dict[st
 
 @dataclass
 class Victim:
-    """A file that is fine, and what comes of it."""
+    """A valid file, and the model that it leads to."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -116,7 +116,7 @@ class Victim:
     tensors: dict[str, Tensor]
 
     def signed(self, text: str) -> bytes:
-        """The file with other metadata, and the checksum that fits."""
+        """Return the file with other metadata and the matching checksum."""
         text = text.replace(self.content.get("sha256", BLANK), BLANK, 1)
         return save(self.tensors, {"polarprune": signed(text, self.tensors)})
 
@@ -137,7 +137,7 @@ def victim(name: str, folder: Path) -> Victim:
 
 
 def of_version_1(new: Victim) -> Victim:
-    """The block without its branch, as files of version 1 had it: without a checksum."""
+    """Return the block without its branch as a file of version 1, which has no checksum."""
     content = copy.deepcopy(new.content)
     recipe = content["recipe"]
     del recipe["rewired"]["1"], recipe["removed"], content["sha256"]
@@ -173,7 +173,7 @@ def damaged(data: bytes, dice: random.Random) -> bytes:
 
 
 def _other_header(data: bytes, dice: random.Random) -> bytes:
-    """Another entry in the header of safetensors, of the right length."""
+    """Return the file with a changed entry in the header of safetensors, which keeps its length."""
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     name = dice.choice([key for key in header if key != "__metadata__"])
@@ -255,7 +255,7 @@ def forged(content: dict[str, Any], dice: random.Random) -> str:
 
 
 def _some_place(tree: Any, dice: random.Random) -> tuple[Any, Any]:
-    """A container somewhere in the tree, and one of its keys."""
+    """Return a random container in the tree, and one of its keys."""
     holder, key = tree, None
     while isinstance(holder, (dict, list)) and holder:
         key = dice.choice(list(holder) if isinstance(holder, dict) else range(len(holder)))
@@ -329,7 +329,7 @@ def node(name: str, kind: str, target: str, args: list[Any], **kwargs: Any) -> l
 
 
 def hostile_nodes(dice: random.Random, path: str) -> list[list[Any]]:
-    """Nodes that no file may hold; `x` stands for a tensor of the graph."""
+    """Nodes that no file may contain; `x` stands for a tensor of the graph."""
     read, function = "builtins.getattr", dice.choice(FUNCTIONS.split())
     method, name = dice.choice(METHODS.split()), dice.choice(ATTRIBUTES.split())
     call = {"node": "h0"}
@@ -382,7 +382,7 @@ def hostile_nodes(dice: random.Random, path: str) -> list[list[Any]]:
 
 
 def hostile(content: dict[str, Any], dice: random.Random) -> str:
-    """The stored code with hostile nodes in it, in one mode or both."""
+    """Return the stored code with hostile nodes inserted, in one mode or in both."""
     content = copy.deepcopy(content)
     rewired = content["recipe"]["rewired"]
     path = dice.choice(list(rewired))
@@ -399,7 +399,7 @@ def hostile(content: dict[str, Any], dice: random.Random) -> str:
 
 
 def mangled(content: dict[str, Any], dice: random.Random) -> str:
-    """The stored code with nodes that are others, fewer, or in another order."""
+    """Return the stored code with nodes changed, removed or reordered."""
     content = copy.deepcopy(content)
     rewired = content["recipe"]["rewired"]
     code = rewired[dice.choice(list(rewired))]

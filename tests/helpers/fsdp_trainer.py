@@ -35,7 +35,7 @@ FSDP: dict[str, Any] = {"auto_wrap_policy": "NO_WRAP", "state_dict_type": "SHARD
 
 
 class Net(nn.Module):
-    """A model as `Trainer` wants it."""
+    """A model that returns its loss, as `Trainer` requires."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def trainer(folder: Path) -> Any:
 
 
 def finished(made: Any) -> dict[str, Any]:
-    """Return what is left of a training at its end."""
+    """Return the results of a training."""
     small, pruner = made.export(), made.pruner
     return {
         "sharded": type(next(iter(pruner.gates.values())).alpha).__name__,

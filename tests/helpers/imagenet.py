@@ -1,4 +1,4 @@
-"""A tiny network for pictures of ImageNet's size, and its settings."""
+"""A tiny network for images of ImageNet's size, and its settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A clock that takes the place of real time, exact and the same on every machine."""
+"""A clock that replaces real time; it is exact, and the same on every machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IMAGES = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
 def layer_time(module: nn.Module) -> float:
-    """A layer works on 8 channels at a time, and every call costs something."""
+    """Return the time of a layer, which computes 8 channels at a time, plus a constant per call."""
     if isinstance(module, nn.Conv2d):
         wide = 8 * math.ceil(module.in_channels / 8) * 8 * math.ceil(module.out_channels / 8)
         return 0.02 + 1e-3 * wide / module.stride[0] ** 2
@@ -25,7 +25,7 @@ def layer_time(module: nn.Module) -> float:
 
 
 class Clock:
-    """Takes the place of real time. `rest` is time that no module accounts for."""
+    """A replacement for real time. `rest` is time that belongs to no module."""
 
     def __init__(self, rest: float = 0.0, slower: float = 1.0) -> None:
         self.rest, self.slower, self.models = rest, slower, 0

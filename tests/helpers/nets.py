@@ -31,7 +31,7 @@ CLASSES = 5
 
 
 def randomise(model: nn.Module) -> nn.Module:
-    """Give norms, PReLUs and biases non trivial values, and weights that keep signals alive."""
+    """Give norms, PReLUs and biases non-trivial values, and weights that preserve signals."""
     for module in model.modules():
         for name, value in (*module._parameters.items(), *module._buffers.items()):
             if value is None:
@@ -94,7 +94,7 @@ class LambdaLayer(nn.Module):
 
 
 class Parts(nn.Module):
-    """Named submodules, and the body of forward as a function of this module and its input."""
+    """A module from named submodules and a function of this module and its input."""
 
     def __init__(self, body: Callable[..., Any], **modules: nn.Module) -> None:
         super().__init__()

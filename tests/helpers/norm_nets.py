@@ -14,7 +14,7 @@ WIDTH = 12
 
 
 class RMS(nn.Module):
-    """As language models write it."""
+    """RMS norm as language models write it."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class RMS(nn.Module):
 
 
 class ByHand(nn.Module):
-    """A layer norm in two means."""
+    """A layer norm written with two means."""
 
     def forward(self, x: Tensor) -> Tensor:
         middle = x.mean(-1, keepdim=True)
@@ -40,14 +40,14 @@ class VarMean(nn.Module):
 
 
 class Var(nn.Module):
-    """With the correction of a sample, as torch.var has it if it is not told."""
+    """A norm with Bessel's correction, which is the default of torch.var."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.rsqrt(x.var(-1, keepdim=True) + 1e-5)
 
 
 class Length(nn.Module):
-    """A sum, not a mean: CLIP, SSD."""
+    """A norm that divides by the root of a sum instead of a mean, as in CLIP and SSD."""
 
     def __init__(self, own: bool) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Length(nn.Module):
 
 
 class Tokens(nn.Module):
-    """Group norm of one group wants channels second."""
+    """Group norm with one group, which needs the channels on the second axis."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

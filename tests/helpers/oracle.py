@@ -1,4 +1,4 @@
-"""Which channels belong together, found by brute force: perturb one slice, see what moves.
+"""Find by brute force which channels belong together: perturb one slice, and see what changes.
 
 Nothing here knows the engine. A network runs under a dispatch mode. Where an operation contracts
 channels with a parameter (a matrix product, a convolution), its result is replaced by that of an
@@ -27,7 +27,7 @@ _PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, aten.addmv}
 
 @dataclass
 class Contraction:
-    """A layer's product: where its channels lie in the tensor it reads, and in its parameter."""
+    """The product of a layer: where its channels lie in what it reads, and in its parameter."""
 
     name: str  # of the parameter
     reads: Tensor
@@ -39,7 +39,7 @@ class Contraction:
 
 @dataclass
 class Watch(TorchDispatchMode):
-    """The first run remembers contractions, the others find out what moves at them."""
+    """The first run records contractions; the other runs find out what changes at them."""
 
     named: dict[int, tuple[str, Tensor]]  # storage -> parameter
     first: list[Contraction] = field(default_factory=list)
@@ -118,7 +118,7 @@ class Watch(TorchDispatchMode):
         return Contraction(name, reads, 1, columns, made, reads)
 
     def _along(self, view: Tensor, axis: int) -> tuple[int, int]:
-        """The parameter's axis that a view's axis is, and the index at which the view begins."""
+        """Return the axis of the parameter that a view's axis is, and where the view begins."""
         whole = self.named[view.untyped_storage().data_ptr()][1]
         stride = view.stride(axis)
         for own in range(whole.dim()):
@@ -129,7 +129,7 @@ class Watch(TorchDispatchMode):
 
 
 class Oracle:
-    """Components of slices that live and die together, for a model on one example."""
+    """The sets of slices that can only be removed together, for a model on one example."""
 
     def __init__(self, model: nn.Module, inputs: tuple[Tensor, ...] | dict[str, Tensor]) -> None:
         self.model, self.inputs = model, inputs
@@ -153,7 +153,7 @@ class Oracle:
         return list(found.values())
 
     def _axes(self, name: str, tensor: Tensor) -> list[int]:
-        """Axes that make channels; for what is no layer's weight, all."""
+        """Return the axes that make channels; all axes if the parameter is no layer's weight."""
         owner = self.model.get_submodule(name.rpartition(".")[0])
         if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)):
             return [1]
@@ -210,7 +210,7 @@ class Oracle:
 
 @contextmanager
 def _no_fused_path() -> Iterator[None]:
-    """torch's attention has one kernel for all of it, in which nothing can be watched."""
+    """Turn off torch's fused attention, inside which nothing can be observed."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

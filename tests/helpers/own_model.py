@@ -37,7 +37,7 @@ def pair_of_outputs() -> nn.Module:
 
 
 def part(count: int, seed: int, classes: int = 3) -> TensorDataset:
-    """Noise, in which one colour is brighter for each class."""
+    """Return noise in which a different colour is brighter for each class."""
     generator = torch.Generator().manual_seed(seed)
     y = torch.arange(count) % classes
     x = 0.3 * torch.randn(count, 3, 16, 16, generator=generator)

@@ -36,7 +36,7 @@ def images(*shape: int) -> Tensor:
 
 
 def some_plan(graph: Graph) -> dict[str, list[int]]:
-    """Part of every open group: at least one channel stays, and at least one goes."""
+    """Choose a part of every prunable group: at least one channel stays, and at least one goes."""
     widths = {name: int(torch.randint(1, max(g.size, 2), ())) for name, g in graph.prunable.items()}
     return {
         name: sorted(torch.randperm(group.size)[: widths[name]].tolist())
@@ -73,7 +73,7 @@ def cut_at_random(model: nn.Module, graph: Graph, inputs: Inputs) -> Cut:
 
 
 def _comes_back(model: nn.Module, small: nn.Module, inputs: Inputs) -> None:
-    """Saved, and loaded on top of a model with other weights."""
+    """Save a small model, and load it into a model with other weights."""
     fresh = copy.deepcopy(model)
     with torch.no_grad():
         for tensor in (*fresh.parameters(), *fresh.buffers()):
@@ -86,7 +86,7 @@ def _comes_back(model: nn.Module, small: nn.Module, inputs: Inputs) -> None:
 
 
 def trains(model: nn.Module, inputs: Inputs) -> None:
-    """Every parameter that wants a gradient gets one."""
+    """Check that every parameter that requires a gradient gets one."""
     model = copy.deepcopy(model).train()
     out = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
     loss = sum((x - 1).square().mean() for x in tree_leaves(out))

@@ -39,12 +39,12 @@ class Feed(nn.Module):
 
 
 def grouped_queries() -> nn.Module:
-    """Four heads, two of keys and values: as in Llama."""
+    """Return blocks with four heads, two of them for keys and values, as in Llama."""
     return Tokens(nn.ModuleList(Block(Rotary(2)) for _ in range(3)))
 
 
 def vision_transformer() -> nn.Module:
-    """Queries, keys and values from one matrix: as in timm."""
+    """Return blocks with queries, keys and values from one matrix, as in timm."""
     return Tokens(nn.Sequential(*(Block(Packed()) for _ in range(3))))
 
 
@@ -81,7 +81,7 @@ def made(name: str) -> tuple[nn.Module, Tensor]:
 
 
 def data(name: str, steps: int) -> list[tuple[Tensor, Tensor]]:
-    """Random inputs with random labels, the same for the same arguments."""
+    """Return random inputs with random labels, the same for the same arguments."""
     generator = torch.Generator().manual_seed(steps)
     shape = NETS[name][1]
     return [

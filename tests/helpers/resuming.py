@@ -1,4 +1,4 @@
-"""Runs that are interrupted and resumed, and a comparison of all that they consist of."""
+"""Runs that are interrupted and resumed, and a comparison of their complete states."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIMIZERS = {"sgd": sgd, "adam": adam}
 
 
 def build(optimizer: str = "sgd", *, attached: bool = True, **settings: Any) -> Parts:
-    """In the order in which states are loaded."""
+    """Build a run; return its parts in the order in which their states are loaded."""
     torch.manual_seed(1)
     model = digits_resnet(8)
     settings = {"macs": 0.3, "steps": STEPS, **settings}
@@ -48,7 +48,7 @@ def learn(parts: Parts, first: int, last: int) -> None:
 
 
 def assert_same(one: Any, other: Any) -> None:
-    """Bit-equal, whatever it is made of."""
+    """Assert that two nested values are bit-equal."""
     assert type(one) is type(other)
     if isinstance(one, Tensor):
         assert one.dtype == other.dtype and torch.equal(one, other)

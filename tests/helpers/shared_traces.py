@@ -33,7 +33,7 @@ def content(tensor: Tensor) -> Hashable:
 
 
 def value(given: object) -> Hashable:
-    """Return what tells a value from others: content, code, or the object, which stays alive."""
+    """Return a key for a value: its content, its code, or the object itself, which stays alive."""
     if isinstance(given, Tensor):
         return content(given)
     if isinstance(given, FunctionType):
@@ -45,7 +45,7 @@ def value(given: object) -> Hashable:
 
 
 def module_key(path: str, module: nn.Module) -> Hashable:
-    """Return the class of a module and all that it holds but for its submodules."""
+    """Return the class of a module and everything that it holds except its submodules."""
     held = {**vars(module), **module._parameters, **module._buffers}
     del held["_modules"], held["_parameters"], held["_buffers"]
     return path, type(module), *((name, value(one)) for name, one in held.items())
@@ -70,7 +70,7 @@ def survey_once(model: nn.Module, example: Any, **options: Any) -> Graph:
 
 
 def users() -> Iterator[ModuleType]:
-    """Yield the modules of the library that call `survey`, which `trace` does, too."""
+    """Yield the modules of the library that call `survey`, as `trace` does."""
     for name, module in list(sys.modules.items()):
         if name.startswith("polarprune.") and vars(module).get("survey") is SURVEY:
             yield module

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class Sizes:
-    """A config: numbers as attributes, which a dict can hold."""
+    """A config: numbers as attributes, which can be converted to a dict."""
 
     def __init__(self, **numbers: Any) -> None:
         vars(self).update(numbers)
@@ -40,7 +40,7 @@ class EvenSizes(Sizes):
 
 
 class Sized(nn.Module):
-    """What all these networks have: a config, and the method that writes it."""
+    """The base of these networks: a config, and the method that writes it."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()

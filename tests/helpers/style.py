@@ -1,4 +1,4 @@
-"""Photos, a style and the weights of a network that sees them."""
+"""Photos, a style image, and the weights of a network that computes features."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A text in miniature, and networks and settings for it."""
+"""A tiny text, and networks and settings for it."""
 
 from __future__ import annotations
 

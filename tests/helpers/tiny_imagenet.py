@@ -1,4 +1,4 @@
-"""Tiny ImageNet in miniature: a few images of 16 × 16, in the files in which it is unpacked."""
+"""A tiny Tiny ImageNet: a few images of 16 × 16, in the files of the unpacked data set."""
 
 from __future__ import annotations
 

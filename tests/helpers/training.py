@@ -18,7 +18,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 def batches(count: int, channels: int = 3, size: int = 16, number: int = 8) -> list[Batch]:
-    """Random images with random labels, the same for the same arguments."""
+    """Return random images with random labels, the same for the same arguments."""
     generator = torch.Generator().manual_seed(count)
     return [
         (
@@ -40,7 +40,7 @@ def train(
     data: Iterable[Batch],
     after_step: Callable[[], None] = lambda: None,
 ) -> None:
-    """The loop that users have; nothing in it knows of pruning."""
+    """Train with a user's loop, in which nothing refers to pruning."""
     model.train()
     for images, labels in data:
         optimizer.zero_grad()
@@ -62,7 +62,7 @@ def prune(
 
 
 def share(pruner: pp.Pruner) -> dict[str, float]:
-    """What is left, as fractions of the original."""
+    """Return what is left, as fractions of the original."""
     before = pruner.graph.cost.original()
     return {key: value / before[key] for key, value in pruner.cost().items()}
 
@@ -76,7 +76,7 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
 
 
 def same_state(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Bit-equal, keys and their order included; NaN equals NaN."""
+    """Return whether two states are bit-equal, in the order of their keys, too; NaN equals NaN."""
     return list(one) == list(other) and all(
         a.dtype == b.dtype and torch.equal(a.nan_to_num(7e7), b.nan_to_num(7e7))
         for a, b in zip(one.values(), other.values(), strict=True)
@@ -84,7 +84,7 @@ def same_state(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def random_plan(graph: Graph, seed: int) -> dict[str, list[int]]:
-    """Seed 0 keeps as few channels as may be, the others any number of each group."""
+    """Return a random plan: seed 0 keeps as few channels as possible, other seeds any number."""
     generator = torch.Generator().manual_seed(seed)
     plan = {}
     for name, group in graph.prunable.items():
@@ -96,7 +96,7 @@ def random_plan(graph: Graph, seed: int) -> dict[str, list[int]]:
 
 @torch.no_grad()
 def cut_error(model: nn.Module, graph: Graph, *examples: Any, plans: int = 4) -> float:
-    """How far random cuts are from the model in which the same channels are silenced.
+    """Return how far random cuts are from the model in which the same channels are masked.
 
     `model` is in float64 and eval mode; each example is a tuple of arguments.
     """

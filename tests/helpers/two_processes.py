@@ -1,4 +1,4 @@
-"""Two processes that train with accelerate; each writes what it found."""
+"""Two processes that train with accelerate; each writes its results."""
 
 from __future__ import annotations
 

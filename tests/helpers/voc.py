@@ -1,4 +1,4 @@
-"""VOC in miniature, and a network for it."""
+"""A tiny VOC, and a network for it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def saved(mask: Any, path: Path) -> None:
 
 
 def written(folder: Path, train: int = 12, val: int = 4) -> Path:
-    """VOC in miniature: red says which class it is, 80 times."""
+    """Write a tiny VOC in which the red value is 80 times the class."""
     root = folder / "VOC2012"
     for name in ("JPEGImages", "SegmentationClass", "ImageSets/Segmentation"):
         (root / name).mkdir(parents=True)

@@ -1,1 +1,1 @@
-"""Networks by the patterns in which people write them."""
+"""Networks in the patterns that users write."""

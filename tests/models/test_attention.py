@@ -1,4 +1,4 @@
-"""Attention: heads close as a unit, whatever way it is written."""
+"""Heads of attention close as a unit, however the attention is written."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_dropout_inside_attention_does_not_hide_equality() -> None:
 
 def test_a_width_that_a_module_of_the_user_remembers_is_kept_up_to_date() -> None:
     class Remembers(nn.Module):
-        """A linear layer the other way round, as GPT-2 has it."""
+        """A linear layer with a transposed weight, as in GPT-2."""
 
         def __init__(self, nx: int, nf: int) -> None:
             super().__init__()

@@ -33,7 +33,7 @@ INPUT = "reads channels of unknown origin (or the input)"
 
 
 class Tied(nn.Module):
-    """A language model that reads and writes with the same matrix."""
+    """A language model with one matrix for input and output embeddings."""
 
     def __init__(self, norm: bool) -> None:
         super().__init__()
@@ -339,7 +339,7 @@ def test_dropout_of_every_kind_is_kept_and_compared() -> None:
 
 
 class Ways(nn.Module):
-    """An argument decides which of two branches runs."""
+    """A model in which an argument decides which of two branches runs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Decoders of transformers as they come: with a cache, and with the options that people use.
+"""Decoders of transformers with a cache, and with the options that people use.
 
 Every model is cut by a random plan, and compared in float64 with the masked original, which
 includes a further token with the cache; then both generate text.
@@ -217,7 +217,7 @@ def test_an_option_is_trained_exported_and_compared(name: str) -> None:
 
 
 class OnlyLoss(nn.Module):
-    """A model that answers with one number."""
+    """A model that returns one number."""
 
     def __init__(self) -> None:
         super().__init__()

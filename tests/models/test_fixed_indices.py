@@ -1,7 +1,8 @@
-"""Channels that code picks or writes by number: what is cut away must not shift the number."""
+"""Channels that code reads or writes by index: a cut must not shift the index."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,13 +10,14 @@ import torch
 from torch import Tensor
 
 import polarprune as pp
+from polarprune.gates.folding import fold
 from tests.helpers.cuts import Body, Body2d, images, reasons, worst
 
 OTHERS = (images(3, 8), images(2, 12), images(2, 5))
 
 
 def reading(pick: Any) -> Body:
-    """A body that scales all channels by what is picked."""
+    """A body that scales all channels by those that are picked."""
     return lambda net, h: net.rest(h * pick(h))
 
 
@@ -110,3 +112,32 @@ def test_code_that_cannot_be_rewritten_freezes_what_it_counts(name: str) -> None
     graph = pp.trace(model, images(4, 8))
     assert "a" not in graph.prunable and "b" in graph.prunable
     assert worst(model, graph, images(4, 8), *OTHERS) < 1e-12
+
+
+@pytest.mark.parametrize(("index", "least"), [(-1, 1), (-3, 3), (5, 6)])
+def test_an_index_that_is_taken_for_its_shape_only_freezes_nothing(index: int, least: int) -> None:
+    def unwritable(net: Any, h: Tensor) -> Any:
+        with torch.enable_grad():  # which no graph can hold
+            shape = h[:, index].shape
+        return net.rest(h * torch.ones(shape, dtype=h.dtype)[:, None])
+
+    model = Body2d(unwritable)
+    graph = pp.trace(model, images(4, 8))
+    group = graph.prunable["a"]
+    assert (group.size, group.minimum) == (16, least) and not graph.rewritten
+    for count in (least, 9):
+        kept = torch.randperm(16)[:count]
+        alive = graph.alive({"a": kept.tolist()})
+        masked = copy.deepcopy(model)
+        fold(masked, graph, alive.double())
+        small = pp.shrink(model, graph, {"a": kept.tolist()})
+        for x in (images(4, 8), *OTHERS):
+            torch.testing.assert_close(small(x), masked(x))
+
+
+def test_an_index_whose_values_decide_freezes_its_channel() -> None:
+    def body(net: Any, h: Tensor) -> Any:
+        return net.rest(h if h[:, -1].tolist() else 2 * h)
+
+    graph = pp.trace(Body2d(body), images(4, 8))
+    assert not any(name.startswith("a") for name in graph.prunable)

@@ -1,4 +1,4 @@
-"""Networks that `make fuzz` failed on once, made small by it."""
+"""Networks that `make fuzz` once failed on, after it had shrunk them."""
 
 from __future__ import annotations
 

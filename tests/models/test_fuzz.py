@@ -66,7 +66,7 @@ def test_a_difference_is_seen_beside_large_constants_and_infinities() -> None:
 
 
 def test_a_wrong_cut_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check is no formality: a surgery that forgets a bias does not pass."""
+    """The check can fail: a surgery that forgets a bias does not pass."""
     import polarprune as pp
 
     right = pp.shrink

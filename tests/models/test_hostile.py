@@ -1,4 +1,4 @@
-"""What hostile testers broke: code that goes past the modules, state, numbers, plans."""
+"""What hostile users broke: code that bypasses modules, state, numbers, plans."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ X = torch.randn(4, 6, dtype=torch.float64)
 def pruned(
     model: nn.Module, x: Any = X, each: Callable[[int, pp.Pruner], Any] = lambda *_: None, **kw: Any
 ) -> pp.Pruner:
-    """Trained for forty steps to half of the MACs."""
+    """Train for forty steps to half of the MACs."""
     pruner = pp.Pruner(model, x, **{"macs": 0.5, "steps": 40, **kw})
     optimizer = torch.optim.SGD(pruner.param_groups(lr=0.01), momentum=0.9)
     pruner.attach(optimizer)
@@ -43,7 +43,7 @@ def apart(one: nn.Module, other: nn.Module, *inputs: Tensor) -> float:
 
 
 class Three(nn.Module):
-    """Three linear layers; what happens between them is `body`."""
+    """Three linear layers; `body` runs between them."""
 
     def __init__(self, body: Any = None) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ def test_weights_that_change_with_the_mode_are_put_back_and_refused() -> None:
 
 
 class Listed(nn.Module):
-    """The weights are read from a list, where no gate is."""
+    """A network that reads its weights from a list, which has no gates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ class Strict:
 
 
 class Named(Strict, nn.Module, name="named"):
-    """A class of which torch can make no other."""
+    """A class that cannot be subclassed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -604,7 +604,7 @@ class Twice(nn.Module):
 
 
 class Mirrored(nn.Module):
-    """What encodes decodes."""
+    """An autoencoder whose decoder uses the encoder's weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -617,7 +617,7 @@ class Mirrored(nn.Module):
 
 
 class Noisy(nn.Module):
-    """Dropout and noise of its own."""
+    """A network with its own dropout and noise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -681,7 +681,7 @@ def test_a_recipe_that_is_damaged_is_said_to_be(key: str, value: Any, tmp_path: 
 
 
 class Spiking(nn.Module):
-    """Keeps a potential from call to call; there is none at first."""
+    """A spiking neuron that keeps its potential from call to call; there is none at first."""
 
     def __init__(self, buffer: bool = False) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Modules that shape their own code: forwards they chose, tensors they remember or compute."""
+"""Modules that change their own code: forwards they choose, tensors they remember or compute."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.helpers.random_cuts import OUTPUT, cut, cut_at_random, images
 
 
 class Chooses(nn.Module):
-    """One of two forwards, taken when the module is made."""
+    """A module that chooses one of two forwards in its constructor."""
 
     def __init__(self, split: bool) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def test_forward_that_a_module_chose_is_written_anew() -> None:
 
 
 class ToldNorm(nn.Module):
-    """A norm that keeps the shape that it normalises, as torch's own does."""
+    """A norm that stores the shape that it normalizes, as torch's own does."""
 
     def __init__(self, width: int, rms: bool) -> None:
         super().__init__()
@@ -275,7 +275,7 @@ def test_windows_of_channels_stay_whole() -> None:
 
 
 class Watches(nn.Module):
-    """Puts a hook on a layer as it first runs, and remembers that it has."""
+    """A module that registers a hook on a layer at its first call, and remembers this."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Channels that are rearranged on their way: in blocks, in rows and columns, by a fixed order."""
+"""Channels that are rearranged: in blocks, in rows and columns, in a fixed order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What used to crash: unusual arguments in the model's code."""
+"""Models that used to crash: unusual arguments in their code."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_dim_arguments_on_a_tensor_without_axes_are_followed(name: str) -> None:
 
 
 class Reordered(nn.Module):
-    """Code that counts channels, so that it is rewritten; then `reform`."""
+    """Code that counts channels, so that it is rewritten, followed by `reform`."""
 
     def __init__(self, reform: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ SQUEEZES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Between(nn.Module):
-    """Something between two layers."""
+    """A function between two layers."""
 
     def __init__(self, body: Callable[[Tensor], Any], width: int = 4) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What runs at the end, what is not returned, and numbers that are drawn with a fixed seed."""
+"""Code at the end of a forward, results that are not returned, and numbers from a fixed seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values decide what some models compute: these are followed with the values they have.
+"""Models whose operations depend on values are traced with real values.
 
 Recorded runs use placeholders for the results of products (`shape_only`). If a branch, an index, a
 shape or a file of numbers depends on them, the run is repeated with every operation computed. No
@@ -24,7 +24,7 @@ Reads = Callable[[Tensor], Any]
 
 
 class Branch(nn.Module):
-    """Goes one way if `reads` finds something in an activation, another if it is zero."""
+    """A model that takes one branch if `reads` finds something in an activation, else another."""
 
     def __init__(self, reads: Reads) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ def test_indices_are_those_that_values_give(by: str) -> None:
 
 
 class Remembers(nn.Module):
-    """Writes what it computed where it will find it again."""
+    """A module that stores what it computed and reads it later."""
 
     def __init__(self, how: str) -> None:
         super().__init__()

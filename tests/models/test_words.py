@@ -1,4 +1,4 @@
-"""Channels of embeddings, of recurrent layers, and of layers whose answer nobody reads."""
+"""Channels of embeddings, of recurrent layers, and of layers whose output nobody reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from polarprune.surgery.proof import count_macs
 def trained(
     pruner: pp.Pruner, draw: Callable[[], Tensor], kind: Any = torch.optim.Adam
 ) -> nn.Module:
-    """What is left after all of its steps."""
+    """Train a model to its budget, and return its export."""
     optimizer = kind(pruner.param_groups(lr=0.02))
     pruner.attach(optimizer)
     for _ in range(pruner.steps):
@@ -178,7 +178,7 @@ class Waves(nn.Module):
 
 
 class Latent(nn.Module):
-    """In eval mode one layer is computed for nothing."""
+    """In eval mode the output of one layer is not used."""
 
     def __init__(self) -> None:
         super().__init__()

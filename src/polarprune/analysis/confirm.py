@@ -2,11 +2,11 @@
 
 The steps, each until trial cuts show no mismatch:
 
-1. Code that selects channels by position (`x[:, :8]`) is captured, or its channels freeze.
-2. Code that does not adapt to fewer channels is repaired (`repairs.py`), or its channels freeze.
-3. Code that branches on a number of channels is captured, or these channels freeze; where it asks
-   whether there are any, they keep one.
-4. Groups are closed entirely; where the model does not run then, they keep a channel.
+1. Code that selects channels by position (`x[:, :8]`) is captured, or its channels are frozen. 2.
+Code that does not adapt to fewer channels is repaired (`repairs.py`), or its channels are frozen.
+3. Code that branches on a number of channels is captured, or its channels are frozen. Where it only
+   tests for zero channels, they keep one.
+4. Whole groups are closed. A group without which the model does not run keeps a channel.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def confirm(inspection: Inspection, compare_outputs: bool) -> Graph:
     """Inspect the model until trial cuts confirm every prunable group.
 
     Args:
-        inspection: The model and what is known about it; findings are added to it.
+        inspection: The model and the findings so far; more findings are added to it.
         compare_outputs: Compare the outputs of trial cuts too, not only their operations.
     """
     graph = inspection.inspect()
@@ -61,7 +61,7 @@ def _freeze(inspection: Inspection, names: Iterable[str], why: str) -> Graph:
 def _capture_channel_counts(inspection: Inspection, graph: Graph) -> Graph:
     """Capture code that selects channels by position (slices, splits, pads), or freeze these.
 
-    A trial cut proves nothing here: positions beyond the end of a cut axis are no error in torch.
+    A trial cut proves nothing here, because torch accepts slices beyond the end of a cut axis.
     `nn.MultiheadAttention` needs neither, as a cut replaces it by a layer of this library.
     """
     replaced = {
@@ -106,7 +106,7 @@ def _confirm_cuts(inspection: Inspection, graph: Graph, trial: TrialCuts) -> Gra
 
 
 def _first_mismatch(inspection: Inspection, graph: Graph, trial: TrialCuts) -> Mismatch | None:
-    """Try every plan in one mode, in turns; after a mismatch, in both modes."""
+    """Try every plan in eval or train mode, in turns; after a mismatch, in both modes."""
     for turn, seed in enumerate(sorted(inspection.seeds) if graph.prunable else ()):
         plan = trial_plan(graph, seed)
         found = trial.mismatch(graph, plan, mode=turn % 2) and trial.mismatch(graph, plan)
@@ -126,7 +126,7 @@ def _freeze_passing(inspection: Inspection, graph: Graph, found: Mismatch) -> Gr
 
 
 def _does_not_adapt(inspection: Inspection, found: Mismatch) -> str:
-    """Return the reason of groups that such code freezes, with what the user can do."""
+    """Return the reason why such code freezes groups, with the remedy."""
     remedy = (
         "make that line work with any number of channels"
         if found.op
@@ -137,7 +137,7 @@ def _does_not_adapt(inspection: Inspection, found: Mismatch) -> str:
 
 
 def _refusal(inspection: Inspection, found: Mismatch) -> str:
-    """Return that the module of a mismatch cannot be rewritten, if that is so."""
+    """Return why the module of a mismatch cannot be rewritten; empty if it can."""
     return inspection.refusal(found.op.module) if found.op else ""
 
 
@@ -193,7 +193,7 @@ def _freeze_one_by_one(inspection: Inspection, graph: Graph, trial: TrialCuts) -
 
 
 def _confirm_decisions(inspection: Inspection, graph: Graph, trial: TrialCuts) -> Graph:
-    """Capture code that compares widths, with the branch it takes now, or freeze these widths.
+    """Capture code that compares widths, with the branch it takes now, or freeze these groups.
 
     Code that rounds a width is tried with further plans, in which the result differs.
     """

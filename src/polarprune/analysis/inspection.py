@@ -1,8 +1,8 @@
 """One inspection of a model: run it, follow its channels, form groups, measure the cost.
 
-`Inspection` holds what has been found out about a model so far: captured forwards, attributes that
-follow a width, groups that trial cuts froze. `inspect()` builds a `Graph` under these findings.
-`confirm.py` adds a finding and inspects again until trial cuts agree with the graph.
+`Inspection` holds the findings about a model so far: captured forwards, attributes that follow a
+width, groups that trial cuts froze. `inspect()` builds a `Graph` under these findings. `confirm.py`
+adds a finding and inspects again until trial cuts agree with the graph.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ class Inspection:
         self._norm_code: dict[str, CapturedForward] = {}  # modules that take means over channels
         self._unweightable: dict[str, Refused] = {}  # means that cannot be weighted
         self._not_capturable: dict[str, Refused] = {}
-        self._not_running: dict[str, Refused] = {}  # modules with which the model did not run
+        self._not_running: dict[str, Refused] = {}  # the model did not run with these
         self._not_continuing: CannotContinue | None = None  # why a cache counts as an output
         self._tapes: tuple[Tape, ...] = ()
         self._followed_before: tuple[tuple[Tape, ...], int, Flow] | None = None
 
     def inspect(self) -> Graph:
-        """Build the graph, again and again until all means over prunable channels are weighted."""
+        """Build the graph repeatedly, until all means over prunable channels are weighted."""
         while True:
             graph = self._graph()
             unknown = {item.op.module for item in graph.statistics} - self._norm_code.keys()
@@ -107,7 +107,7 @@ class Inspection:
     def _with_weighted_norms(self, graph: Graph) -> Graph:
         """Find the means over prunable channels in the code of their modules, and weight them.
 
-        Modules where that fails are added to `_unweightable`: their channels freeze next time.
+        Modules where that fails are added to `_unweightable`: their channels are frozen next time.
         """
         weights, weighted = {}, {}
         for path in dict.fromkeys(item.op.module for item in graph.statistics):
@@ -193,7 +193,7 @@ class Inspection:
     def _require_more_than_projections(self, flow: Flow) -> None:
         """Keep the hidden state of an LSTM with projections larger than the projections.
 
-        torch recognises such an LSTM by that.
+        torch recognizes the projections by this difference.
         """
         for path, module in self.modules.items():
             if isinstance(module, nn.LSTM) and module.proj_size:
@@ -224,7 +224,7 @@ class Inspection:
         return f" (its forward cannot be rewritten: {refused})" if refused else ""
 
     def note_failure(self, path: str, error: PruneError) -> None:
-        """Remember that the model did not run with this module rewritten."""
+        """Note that the model did not run with this module rewritten."""
         self._not_running[path] = Refused(str(error))
 
     def _unweightable_notes(self) -> list[str]:
@@ -271,7 +271,7 @@ def _more_with_norms(
     frozen: dict[str, str],
     units: int,
 ) -> int:
-    """Return how many more units there are if all means are weighted, as far as labels tell."""
+    """Return how many more units labels give if all means are weighted."""
     with on_host():
         flow = Flow(Labels(), rules, by_tag, norms=lambda path: True)
         follow(tapes, flow, kept)

@@ -1,6 +1,6 @@
-"""Find out which integers of its modules a model's forward reads.
+"""Find out which integer attributes of its modules a model's forward reads.
 
-What a forward reads needs no further search: trial cuts have shown what it means there.
+These need no further search: trial cuts have shown which width they follow.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ Number = tuple[str, str]  # path of the module, name of the attribute
 def numbers_read(model: nn.Module, example: Example, numbers: set[Number]) -> set[Number]:
     """Return which of these attributes are read when the model runs on the example.
 
-    A copy runs whose modules note what is read. If that is impossible, all of them count as read.
+    A copy of the model runs, and its modules note what is read. If that is impossible, all of them
+    count as read.
     """
     read: set[Number] = set()
     if not numbers:
@@ -32,7 +33,7 @@ def numbers_read(model: nn.Module, example: Example, numbers: set[Number]) -> se
             module = copy.get_submodule(path)
             derive_class(module, {"__getattribute__": _noting(type(module), path, names, read)})
         eval_answer(copy, example)
-    except Exception:  # a class may refuse to be derived from, or its instances to be copied
+    except Exception:  # a class may not allow subclasses, or copies of its instances
         return numbers
     return read
 

@@ -1,8 +1,8 @@
-"""Other forwards of a class, such as one for an exporter, as evidence of what an integer means.
+"""Run other forwards of a class, such as one for an exporter, to see which width an integer is.
 
 Some classes have a second method that computes the same as `forward` in another way, and code that
-prepares a model for a runtime puts it in the place of `forward`. Where it reads an integer that
-`forward` does not read, only the right width lets it compute the same after a cut.
+prepares a model for a runtime replaces `forward` by it. If it reads an integer that `forward` does
+not read, it computes the same after a cut only if that integer has the right width.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from .inspection import Inspection
 from .tape_comparison import Mismatch
 from .trial_cuts import TrialCuts, trial_plan, trial_units
 
-PLANS = 16  # plans that are computed, without running the model, to tell widths apart
-Option = tuple[str, Location, set[int]]  # attribute, the width it may follow, seeds that tell
+PLANS = 16  # plans that are computed, without running the model, to distinguish widths
+Option = tuple[str, Location, set[int]]  # attribute, the width it may follow, distinguishing seeds
 
 
 def repair(inspection: Inspection, graph: Graph, trial: TrialCuts, found: Mismatch) -> Graph | None:
@@ -98,8 +98,8 @@ def _distinct_widths(
 ) -> list[tuple[Location, set[int]]]:
     """Return locations in a module that have this size now but shrink differently.
 
-    Each comes with the numbers of plans that tell it from the others: for each other location the
-    first plan that leaves different widths at the two.
+    Each comes with the numbers of plans that distinguish it from the others: for each other
+    location the first plan that leaves different widths at the two.
     """
     found: dict[tuple[int, ...], Location] = {}
     for location in graph.layout.locations(path, size):

@@ -10,8 +10,8 @@ A family has one width, so its minimums have to agree. Three things could make w
 
 - A group of the same position is frozen. Then the others keep all of their channels, too.
 - A group of the family carries the signal and has to keep a channel. Then all of them do.
-- A group closes because the layer behind it has closed, which need not happen in the other blocks.
-  Then the layers behind the family keep a channel.
+- A group closes because the layer that reads it has closed, which may not happen in the other
+  blocks. So the layers that read the family keep a channel.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _check_found(graph: Graph, uniform: bool | Sequence[str], sets: _Sets) -> No
             raise PruneError(
                 "uniform=True: no two prunable groups are at the same position of repeated blocks, "
                 "that is of modules in a ModuleList, Sequential or ModuleDict. Give patterns of "
-                "names of groups, as uniform=['block*.conv1'], or leave uniform out."
+                "names of groups, such as uniform=['block*.conv1'], or leave uniform out."
             )
         return
     for pattern in uniform:

@@ -21,7 +21,7 @@ from ..tracing.tape import Op, Tape, Value
 
 Skipped = Callable[[str], bool]  # module path -> True if its operations are not compared
 
-_COPIES = ("clone", "contiguous", "detach", "alias")  # torch makes these or not, by memory layout
+_COPIES = ("clone", "contiguous", "detach", "alias")  # depend on memory layout
 _IMPLIED = {  # arguments that follow from the shapes of tensors
     "size",
     "shape",
@@ -49,7 +49,7 @@ class Mismatch:
         index: The number of that operation: how far the cut model got.
         seed: The seed of the plan that was tried.
         ran: True if the cut model ran to the end.
-        excusable: True if the outputs may be equal all the same: the order of operations depends
+        excusable: True if the outputs may still be equal, because the order of operations depends
             on the data, or torch computes the same result in another way.
         hint: An excusable mismatch before this one, which may be the cause.
     """

@@ -26,8 +26,9 @@ from ..rewriting.remove_branches import removed_with_groups
 from ..rewriting.symbolic_graphs import graphs_cached
 from ..torch_internals.patches import exclusive
 from ..tracing.model_state import Example, as_call, named_tensors, on_host
-from ..validation.arguments import checked_rules, keep_patterns
+from ..validation.arguments import checked_reasons, checked_rules, keep_patterns
 from ..validation.models import check_example, check_model
+from ..validation.plans import check_groups
 from .confirm import confirm
 from .inspection import Inspection
 from .repeated_blocks import with_families
@@ -96,15 +97,17 @@ def survey(
     compare_outputs: bool = False,
     min_channels: int = 0,
     uniform: bool | tuple[str, ...] = False,
+    frozen: Mapping[str, str] | None = None,
 ) -> Graph:
-    """Do what `trace` does, with three more settings.
+    """Do what `trace` does, with four more settings.
 
     Args:
         compare_outputs: Compare the outputs of trial cuts, too.
-        min_channels: How many channels every group keeps at least.
+        min_channels: The least number of channels that every group keeps.
         uniform: Which groups keep equally many units (see `repeated_blocks`).
+        frozen: Names of groups that are frozen, each with the reason.
     """
-    patterns, own = keep_patterns(keep), checked_rules(rules)
+    patterns, own, whole = keep_patterns(keep), checked_rules(rules), checked_reasons(frozen)
     if not isinstance(norms, bool):
         raise PruneError(f"norms={norms!r}: give True or False.")
     if type(min_channels) is not int or min_channels < 0:
@@ -115,7 +118,9 @@ def survey(
     names = computed(model) + [f"{path}.{one.leaf}" for path, one in forward_weights.items()]
     model = without_computed_weights(model, forward_weights)
     inspection = Inspection(model, example, patterns, {**RULES, **own}, norms, min_channels)
+    inspection.frozen.update(whole)
     graph = _confirmed(inspection, compare_outputs)
+    check_groups("frozen", whole, graph.groups)
     held = {path: fixed_values(model.get_submodule(path)) for path in graph.rewritten}
     frozen = {name: group.reason for name, group in graph.groups.items() if group.frozen}
     graph = replace(
@@ -130,7 +135,7 @@ def survey(
 
 
 def _confirmed(inspection: Inspection, compare_outputs: bool) -> Graph:
-    """Return the confirmed graph; its cost knows the tensors that go with closed groups."""
+    """Return the confirmed graph. Its cost covers the tensors that closed groups take away."""
     model = inspection.model
     with graphs_cached(), _without_old_garbage():
         graph = confirm(inspection, compare_outputs)
@@ -172,7 +177,7 @@ def changed(graph: Graph, model: nn.Module, present: Tensor) -> list[str]:
 def _without_old_garbage() -> Iterator[None]:
     """Exclude all objects that exist now from garbage collection.
 
-    Tracing makes many objects; else Python would search all imported modules again and again.
+    Tracing makes many objects, which would make Python search all imported modules repeatedly.
     """
     mine = not gc.get_freeze_count()
     if mine:

@@ -124,7 +124,7 @@ class TrialCuts:
     def _in_wide_precision(self, graph: Graph) -> _Wide:
         """Return a copy with random weights in float64, or in float32 if it is large.
 
-        Outputs that are single numbers, such as a loss, tell enough in float64 only.
+        Outputs that are single numbers, such as a loss, have to be compared in float64.
         """
         if self._wide is None:
             numbers = sum(tensor.numel() for _, tensor in named_tensors(self.model))
@@ -135,7 +135,7 @@ class TrialCuts:
         return self._wide
 
     def _double(self) -> _Wide | None:
-        """Return a copy in float64, or None if the code insists on float32."""
+        """Return a copy in float64, or None if the code converts to float32."""
         try:
             model, example = in_double(self.model, self.example)
             throughout = computes_in_double(model, example)
@@ -170,8 +170,8 @@ def _mismatch_of(tapes: TapeComparison, error: Exception | None) -> Mismatch | N
 def _modes_are_alike(graph: Graph) -> bool:
     """Return True if both modes perform the same operations, apart from those on scalars.
 
-    Batch norm counts its batches in train mode only, with operations on scalars. In eval mode only,
-    the run goes on by a token with the cache.
+    Batch norm counts its batches in train mode only, with operations on scalars. Only in eval mode,
+    the run continues with one more token and the cache.
     """
     names = [
         [op.name for op in tape.counted_ops if any(value.shape for value in op.tensors())]
@@ -214,13 +214,13 @@ def trial_plan(graph: Graph, seed: int) -> Plan:
     """Return a plan that keeps random channels: half of every group for seed 0, else any share.
 
     The first plans cut every group. Later ones sometimes keep all channels of narrow groups, which
-    tells groups of the same width apart.
+    distinguishes groups of the same width.
     """
     return plan_of(graph, _drawn(graph, seed))
 
 
 def trial_units(graph: Graph, seed: int) -> Tensor:
-    """Return the units that are left after a trial plan: what `Graph.settle` makes of it."""
+    """Return the units that are left after a trial plan and `Graph.settle`."""
     return graph.settle(_drawn(graph, seed))
 
 

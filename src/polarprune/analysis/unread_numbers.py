@@ -1,10 +1,10 @@
-"""Let integers of modules follow a cut although the traced forward does not read them.
+"""Let integer attributes follow a cut even if the traced forward does not read them.
 
 Other code may read them: another forward that an exporter installs, a method, a report. An integer
 follows a width if it equals that width in every module of its class. The tensors that the module's
 own code handles come first, then those of its children, and so on. If several of them equal the
-integer, but a cut changes them in different ways, another forward of the class may tell which one
-is meant. Otherwise the integer stays as it is, and the user is told.
+integer, but a cut changes them in different ways, another forward of the class may show which one
+is meant. Otherwise the integer is not changed, and a note tells the user.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Key = tuple[int, int, int] | tuple[str, int]
 _Choice = dict[str, Place]  # module -> the width that the integer follows there
 _INPUT = "input "  # no name of a parameter contains a space
 _CONTAINERS = (nn.Module, *(getattr(container, name) for name in container.__all__))
-# By torch's convention, integers with these names count no channels.
+# By torch's convention, integers with these names do not count channels.
 _NO_WIDTHS = {"kernel_size", "stride", "padding", "output_padding", "dilation", "scale_factor"}
 
 
@@ -45,7 +45,7 @@ class _Number:
 
 
 def follow_unread_numbers(inspection: Inspection, graph: Graph) -> Graph:
-    """Return a graph in which integers that held a width follow it, with a note on doubtful ones.
+    """Return a graph in which integers that held a width follow it, with a note on unclear ones.
 
     Trial cuts confirm that the model does not use these integers for something else.
     """
@@ -73,7 +73,7 @@ def follow_unread_numbers(inspection: Inspection, graph: Graph) -> Graph:
 def _numbers(inspection: Inspection, graph: Graph) -> Iterator[tuple[type[nn.Module], _Number]]:
     """Yield the integers that may be widths, each with the class that has it.
 
-    Layers of torch have none: a cut knows their sizes.
+    Layers of torch are skipped: their class determines which integers a cut changes.
     """
     families: dict[type[nn.Module], list[str]] = {}
     for path, module in inspection.modules.items():
@@ -89,7 +89,7 @@ def _numbers(inspection: Inspection, graph: Graph) -> Iterator[tuple[type[nn.Mod
 
 
 def _is_layer_of_torch(module: nn.Module) -> bool:
-    """Return whether a cut knows the sizes of this module from its class."""
+    """Return whether the class of this module determines which integers a cut changes."""
     bases = [base for base in type(module).__mro__ if base not in _CONTAINERS]
     return any(base.__module__.startswith("torch.nn.") for base in bases)
 
@@ -111,7 +111,7 @@ def _following(graph: Graph, choices: Iterable[tuple[str, _Choice]]) -> Graph:
 def _confirmed(
     inspection: Inspection, graph: Graph, choices: Iterable[tuple[str, _Choice]]
 ) -> Graph:
-    """Return a graph in which integers follow with which trial cuts compute the same as before."""
+    """Return a graph with the integers that trial cuts accept, because outputs stay the same."""
     trial, choices = TrialCuts(inspection.model, inspection.example), list(choices)
     for tried in [choices, *([choice] for choice in choices)] if choices else []:
         new = _following(graph, tried)

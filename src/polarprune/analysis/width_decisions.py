@@ -22,7 +22,7 @@ class WidthReader:
 
     Args:
         model: the traced model.
-        graph: what is known about it.
+        graph: what `trace` found.
         plans: for each plan, the units that are left after it.
     """
 
@@ -51,8 +51,8 @@ class WidthReader:
     def changing(self) -> Iterator[Decision]:
         """Yield the comparisons whose result may change with a cut.
 
-        Those of two sides that are equal in every plan do not change, nor do those of constants,
-        nor does a test for emptiness if all groups keep a channel.
+        A comparison does not change if both sides are equal in every plan, if it compares
+        constants, or if it tests for emptiness and all groups keep a channel.
         """
         for decision in (one for log in self.logs for one in log.decisions.values()):
             if decision.tells_emptiness and not self.closable(decision):

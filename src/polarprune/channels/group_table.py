@@ -85,7 +85,7 @@ def _summary(graph: Graph) -> str:
 
 
 def _remarks(graph: Graph) -> list[str]:
-    """Return what else the user should know: unknown operations, families, notes, norms."""
+    """Return the lines below the table: unknown operations, families, notes, norms."""
     lines = [
         f"unknown operation: {name} in {where}; teach it with rules={{torch.ops.…: rule}}"
         for name, where in graph.unknown.items()

@@ -168,7 +168,7 @@ def _alike(labels: Labels, root: Tensor) -> list[_Alike]:
 
     The occurrences of a unit become a short list of integers, its *signature*; all signatures lie
     in one vector, unit after unit. Neighbouring units mostly have the same signature, so Python
-    looks at a signature only where it differs from the one before.
+    reads a signature only where it differs from the one before.
     """
     if not labels.axes:
         return []

@@ -30,7 +30,7 @@ def inputs_from(shapes: list[str]) -> tuple[Tensor, ...]:
 
 
 def _input(text: str) -> Tensor:
-    """Return random numbers; for an integer type zeros and ones, which can serve as indices."""
+    """Return random numbers; for an integer type zeros and ones, which are valid indices."""
     sizes, _, kind = text.partition(":")
     dtype = getattr(torch, kind or "float32", None)
     try:
@@ -42,5 +42,5 @@ def _input(text: str) -> Tensor:
         return torch.randint(0, 2, shape).to(dtype)
     except (ValueError, RuntimeError) as error:
         raise PruneError(
-            f"--shape {text}: give sizes, as 1,3,224,224, or with a type, as 1,16:int64."
+            f"--shape {text}: give sizes, such as 1,3,224,224, or with a type, such as 1,16:int64."
         ) from error

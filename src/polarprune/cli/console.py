@@ -40,7 +40,7 @@ def texts_on_stderr(wanted: bool) -> Iterator[None]:
 
 
 def bar() -> Progress:
-    """Return a progress bar of epochs."""
+    """Return a progress bar that counts epochs."""
     return Progress(
         TextColumn("{task.description:>10}"),
         BarColumn(bar_width=20),

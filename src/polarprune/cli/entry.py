@@ -1,4 +1,4 @@
-"""Starts the command line, or says what to install if its packages are missing.
+"""Start the command line, or say what to install if its packages are missing.
 
 This module imports nothing that the core of polarprune does not need.
 """

@@ -1,4 +1,4 @@
-"""`polarprune inspect`, `export` and `bench`: commands that take a model of the user's own."""
+"""`polarprune inspect`, `export` and `bench`: commands that take the user's own model."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def export(
 
 
 def _pruned(file: Path, model: str) -> nn.Module:
-    """Return the model in a file, of the user's own factory or of the network on its card."""
+    """Return the model in a file, built by the user's factory or as the network on its card."""
     if model:
         return load(file, model=make_model(model, _classes(file)))
     small: nn.Module = experiments().rebuild(file)[0]

@@ -66,7 +66,7 @@ def referee(
     methods: Annotated[
         str,
         typer.Option(
-            help=f"what ours is compared with, of {', '.join(CONTROLS)}; by default thin, "
+            help=f"what our method is compared with, of {', '.join(CONTROLS)}; by default thin, "
             f"magnitude and, where it is installed, torch-pruning"
         ),
     ] = "",
@@ -157,7 +157,7 @@ class _Comparison:
         base: What all trials have in common; without a budget, so that it trains the baseline.
         limits: The budget.
         seeds: The number of seeds.
-        settings: The settings of ours.
+        settings: The settings of our method.
     """
 
     def __init__(
@@ -167,15 +167,15 @@ class _Comparison:
         self.seeds = [settings.seed + extra for extra in range(seeds)]
 
     def all_of(self, compared: list[Entry]) -> list[Trial]:
-        """Return all trials, but their numbers of epochs."""
+        """Return all trials, without their numbers of epochs."""
         return [trial_of(self.base, one, seed, {}) for one in compared for seed in self.seeds]
 
     def ours(self) -> list[Trial]:
-        """Return the trials of ours."""
+        """Return the trials of our method."""
         return self.all_of([Entry(OURS)])
 
     def controls(self, compared: list[Entry]) -> list[Trial]:
-        """Return the trials of all others; those of ours are finished."""
+        """Return the trials of all controls; those of our method are finished."""
         return [
             control_trial(self.base, one, seed, self.settings)
             for one in compared

@@ -44,7 +44,7 @@ def parse_changes(given: list[str] | None, seed: int | None, uniform: bool = Fal
     for text in given or []:
         key, equals, value = text.partition("=")
         if not equals:
-            raise PruneError(f"--set {text}: give name=value, as --set epochs=100.")
+            raise PruneError(f"--set {text}: give name=value, such as --set epochs=100.")
         try:
             found[key] = json.loads(value)
         except json.JSONDecodeError:
@@ -55,7 +55,7 @@ def parse_changes(given: list[str] | None, seed: int | None, uniform: bool = Fal
 
 @contextmanager
 def shown_progress(device: str) -> Iterator[tuple[str, Callable[[JsonObject], None]]]:
-    """Give the device of this process, and a function that shows a row of the log."""
+    """Yield the device of this process, and a function that shows a row of the log."""
     with process_group(device_of(device)) as here, bar() as shown:
         console.quiet = rank_and_count()[0] > 0
         task = shown.add_task("starting", total=None, info="", visible=False)

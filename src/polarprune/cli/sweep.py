@@ -96,7 +96,7 @@ def _budgets(given: list[str], method: str, uniform: bool) -> list[float]:
         try:
             found.add(float(text))
         except ValueError as error:
-            raise PruneError(f"--macs {text}: give fractions, as --macs 0.7,0.5.") from error
+            raise PruneError(f"--macs {text}: give fractions, such as --macs 0.7,0.5.") from error
     for share in found:
         check(method, {"macs": share}, uniform)
     return sorted(found)

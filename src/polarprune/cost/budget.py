@@ -2,14 +2,15 @@
 
 Widths and blocks. The widths n are the numbers of channels that each prunable group still has, in
 the order of `graph.prunable`. A group closes in blocks of `multiple` channels, so that all widths
-end on multiples. With `multiple_of=1` a block is one channel. Within a group, the channels of the
-least importance are in the first block. Importance is |α|, or what a gate is worth to the loss.
+are multiples in the end. With `multiple_of=1` a block is one channel. Within a group, the channels
+of the least importance are in the first block. Importance is |α|, or what a gate is worth to the
+loss.
 
-Families. Groups that are to keep equal widths are a family (`Graph.families`), and close together:
-a block of a family has as many channels of each of its groups, the least important of each. All
-other groups are families of one. Only `Graph.settle` may make widths in a family differ for a few
-steps, while something behind the family closes. Channels by which a group is wider than the
-narrowest of its family are then in no block; landing closes them.
+Families. Groups that must keep equal widths form a family (`Graph.families`) and close together: a
+block of a family has the same number of channels of each of its groups, the least important of
+each. Every other group is a family of its own. Widths in a family differ only after `Graph.settle`,
+for a few steps, while a layer that reads the family closes. Channels by which a group is wider than
+the narrowest of its family are then in no block; landing closes them.
 
 Excess and prices. The excess of widths is the largest, over all resources, of share - limit, where
 a share is cost / original cost; the budget is met when it is at most 0. The price of a channel is
@@ -20,8 +21,8 @@ Importance is multiplied here by original width / remaining width, so that a nar
 last channels late.
 
 Landing. `land` closes blocks in that order until the excess is at most 0. It skips a block that
-would end the excess while smaller ones are left to close. The last block may save more than was
-missing; `WidthSearch` then gives channels back as long as they fit.
+would end the excess as long as smaller blocks can close instead. The last block may save more than
+was missing; `WidthSearch` then gives channels back as long as they fit.
 
 All of this runs on the host, on a copy of α, every few steps.
 """
@@ -46,7 +47,7 @@ _SOON = 4.0  # within this many of the costliest blocks of the budget, landing i
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks that may close, in the order in which they should."""
+    """The blocks that may close, in the order in which to close them."""
 
     family: Tensor  # number of the family of each block
     count: Tensor  # channels of each group of the family in each block
@@ -214,10 +215,10 @@ class Budget:
         return torch.div(wide + multiple - 1, multiple, rounding_mode="floor")
 
     def _block_numbers(self, n: Tensor, owner: Tensor, rank: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the number, in its group, of the block of the channel with this rank.
+        """Return the block number of each channel, and whether it is the last channel of its block.
 
-        And whether the channel is the most important one of its block, which has the highest rank.
-        The first block of a group has the channels above a multiple, every other one a multiple.
+        Blocks are numbered within each group, and ranks grow with importance. The first block of a
+        group has the channels above a multiple, every other one has `multiple` channels.
         """
         multiple = self.multiple[owner]
         place = rank + ((self.multiple - n % self.multiple) % self.multiple)[owner]
@@ -308,7 +309,7 @@ class Budget:
         return float((self.savings(n) * is_large).max())
 
     def _next_to_close(self, n: Tensor, blocks: Blocks) -> list[int]:
-        """Return blocks to close in order while the excess stays positive; n: of families.
+        """Return blocks to close in order while the excess stays positive; `n` is for families.
 
         If every block would end the excess, return the one that leaves the least unused. Latency
         falls in steps: a block that saves nothing closes only together with one that does.

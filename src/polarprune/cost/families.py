@@ -64,7 +64,7 @@ class Families:
 
 
 class GroupLimits(Protocol):
-    """What `FamilyLimits` needs to know of a `Budget`."""
+    """The part of a `Budget` that `FamilyLimits` uses."""
 
     families: Families
     multiple: Tensor

@@ -154,7 +154,7 @@ def plan_by_score(
         graph: The graph of the model.
         scores: One score for each unit.
         multiple_of: The widths of groups are multiples of this number.
-        min_channels: Every group keeps at least so many channels, or all if it has fewer.
+        min_channels: Every group keeps at least this many channels, or all if it has fewer.
         limits: The budget as fractions of the original cost, such as `macs=0.5`.
     """
     budget = Budget(graph, limits, multiple_of)

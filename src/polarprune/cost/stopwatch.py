@@ -129,7 +129,7 @@ class Stopwatch:
     def land(self, alpha: Tensor, importance: Tensor | None = None) -> Tensor:
         """Close gates until the budget is met, as `Budget.land` does, and time the result.
 
-        Repeated until the latency model and the measurement agree.
+        Repeat this until the latency model and the measurement agree.
         """
         for _ in range(_TRIES):
             landed = self.budget.land(alpha, importance)

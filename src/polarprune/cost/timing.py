@@ -1,4 +1,4 @@
-"""How long models take: several models side by side, or the modules of one model.
+"""Time models: several models side by side, or the modules of one model.
 
 Models take turns, so that a change of the machine's speed affects all of them alike.
 """

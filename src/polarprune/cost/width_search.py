@@ -1,6 +1,6 @@
 """Search over widths: use the part of a budget that landing left unused.
 
-Widths are those of families here: one for all groups that are to be equally wide.
+Here every family has one width, because all of its groups must be equally wide.
 
 Landing closes blocks in order until the budget is met. The last block may save much more than was
 missing, so the widths here are changed block by block until little of the budget is unused.
@@ -19,7 +19,7 @@ _NEAR = 0.005  # share of the original cost that may stay unused before blocks a
 
 
 class Limits(Protocol):
-    """What a search needs to know of a budget: `FamilyLimits`."""
+    """The part of a budget that a search uses; `FamilyLimits` has it."""
 
     multiple: Tensor
     minimum: Tensor

@@ -1,8 +1,8 @@
 """`PRESETS`: the settings of every experiment, by the name that `polarprune train` takes.
 
-Names ending in `-paper` follow the paper's text; `-plain` also uses its proximal step to the
-letter. The other CIFAR-10 presets are ours. Where the paper gives no value (learning rate and batch
-size for CIFAR-10), the usual one is used.
+Names ending in `-paper` follow the paper's text; `-plain` also uses its exact proximal step. The
+other CIFAR-10 presets are ours. Where the paper gives no value (learning rate and batch size for
+CIFAR-10), the usual one is used.
 """
 
 from __future__ import annotations

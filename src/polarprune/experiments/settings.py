@@ -41,7 +41,7 @@ class MethodSettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """Train a baseline, prune it while it trains on, export it, and fine-tune it if asked to."""
+    """Train a baseline, prune it in a second training, export it, and fine-tune it if asked to."""
 
     network: str
     data: str = "cifar10"

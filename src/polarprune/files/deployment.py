@@ -1,7 +1,6 @@
-"""Writes a model for a runtime, ONNX or torch.export, and compares the file with the model.
+"""Write a model for a runtime, ONNX or torch.export, and compare the file with the model.
 
-A file is kept only if the runtime computes the outputs of the model, up to the order in which its
-kernels add.
+A file is kept only if the runtime computes the outputs of the model, up to rounding.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from ..errors import PruneError
 from ..report.facts import JsonObject
 from ..rewriting.parametrizations import make_plain
 from ..surgery.apply import cut_copy
-from ..surgery.config_proof import tell_sizes
+from ..surgery.config_proof import update_config
 from ..surgery.recipe import OTHER_MODEL, check_shapes
 from ..torch_internals.markers import attached_recipe, uncompiled
 from ..tracing.copying import copy_model
@@ -193,14 +193,16 @@ def load(path: str | Path, *, model: nn.Module) -> nn.Module:
         raise _damaged(path, error) from error
     check_fit(tensors, small.state_dict(), path)
     _fill(small, tensors)
-    tell_sizes(small, None)
+    update_config(small, None)
     return small
 
 
 def _check_arguments(path: str | Path, model: nn.Module) -> None:
     check_path("load", path)
     if not isinstance(model, nn.Module):
-        raise PruneError(f"load: model={reprlib.repr(model)}; give an instance, as model=Net().")
+        raise PruneError(
+            f"load: model={reprlib.repr(model)}; give an instance, such as model=Net()."
+        )
     if any(tensor.is_meta for _, tensor in named_tensors(model)):
         raise PruneError("load: the model is on the meta device; give one that holds its weights.")
 

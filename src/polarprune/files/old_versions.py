@@ -1,4 +1,4 @@
-"""Upgrades recipes of older file versions to the current one, while a file is loaded.
+"""Upgrade recipes of older file versions to the current one, while a file is loaded.
 
 Version 1 named the nodes of a block that lost branches, in a graph that torch.fx traces from the
 user's class. Version 2 holds the graph without these branches, and the names of the removed

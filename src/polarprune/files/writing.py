@@ -1,4 +1,4 @@
-"""Writes files completely or not at all: what was there before is kept until the new file is."""
+"""Write files completely or not at all: the old file is kept until the new one is complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How gates are multiplied into weights, so that a model without gates computes the same.
+"""Multiply gates into weights, so that a model without gates computes the same function.
 
 W·(g ⊙ x) = (W ⊙ g)·x: the gate of a channel is a factor of all weights that read the channel.
 """
@@ -51,9 +51,12 @@ def spread(gates: Tensor, units: Tensor, axis: int, dim: int) -> Tensor:
     return values[units.to(gates.device)].reshape(shape)
 
 
-def plain(model: nn.Module) -> nn.Module:
-    """Return a copy of a gated model without gates; its weights are multiplied by them."""
-    model = copy_model(model)
+def plain(model: nn.Module, *, copied: bool = True) -> nn.Module:
+    """Return a copy of a gated model without gates; its weights are multiplied by them.
+
+    With `copied=False` it is the model itself that loses its gates.
+    """
+    model = copy_model(model) if copied else model
     make_plain(model, [name for name, _, _, parts in parametrized(model) if is_gated(parts)])
     unweigh(model)
     drop_hooks(model)

@@ -1,14 +1,14 @@
 """Compute all gates of a network at once, and all gated weights of a small network.
 
-Computed one by one, the gates of every weight take some twenty small kernels a step. A small
-network on an accelerator waits for launching these longer than it computes. `FusedGates` therefore
-runs before the network's forward:
+Computed one by one, the gates of each weight take about twenty small kernels a step. On an
+accelerator, a small network spends more time on launching these than on computing. `FusedGates`
+therefore runs before the network's forward:
 
 - In a small network on an accelerator it computes all gated weights at once, and the layers take
   the finished weights.
-- In a large network (`LIMIT`) that would need too much memory, and on a CPU more time than it
-  saves. There it computes the gates at once, and on a CPU the small weights; each layer multiplies
-  its own weight otherwise.
+- In a network whose weights have more than `LIMIT` elements, this would need too much memory; on a
+  CPU, it would cost more time than it saves. There it computes all gates at once, and on a CPU the
+  small weights, too. Each layer computes its other weights itself.
 
 The values are the same as those that each layer computes by itself. Each layer does that where
 fusing is impossible: in compiled code, for example.
@@ -74,7 +74,7 @@ class FusedGates:
         ]
 
     def _clear(self) -> None:
-        """Forget the results of the last forward."""
+        """Drop the results of the last forward."""
         self.weights: list[Tensor] = []
         self.values: tuple[Tensor, ...] = ()  # of the gates
         self.ready: dict[int, Tensor] = {}  # gated weights, by slot
@@ -108,7 +108,7 @@ class FusedGates:
         self.weights, self.learns, self.running = weights, torch.is_grad_enabled(), True
 
     def _factors_for(self, weights: list[Tensor]) -> Factors:
-        """Return how gates lie along the weights of `slots`."""
+        """Return the `Factors` of the weights of `slots`."""
         found, readers = self._factors, [self.readers[slot] for slot in self.slots]
         sizes = [len(gate.alpha) for gate in self.gates]
         if not self.by_element:

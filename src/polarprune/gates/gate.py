@@ -131,7 +131,7 @@ def _check(size: object, axis: object, dtype: object) -> None:
 
 
 class ReadyWeights(Protocol):
-    """The part of `FusedGates` that a gated weight uses: what was computed for all together."""
+    """The part of `FusedGates` that a gated weight uses: results that were computed together."""
 
     def take(self, slot: int, weight: Tensor) -> Tensor | None:
         """Return the gated weight at index `slot`, or None if it is not computed yet."""
@@ -227,7 +227,8 @@ class GatedWeight(nn.Module):
 class GatedList(ParametrizationList):
     """A list of parametrizations that usually has one: a `GatedWeight`, which it calls directly.
 
-    That takes a third of the time of torch's own way. A network reads every weight at every step.
+    This takes a third of the time that torch's own list takes. A network reads every weight at
+    every step.
     """
 
     def forward(self) -> Tensor:

@@ -18,7 +18,7 @@ from ..torch_internals.markers import gate_part
 from .gate import GatedWeight
 
 SMALL_WEIGHT = 2**16  # elements; multiplying fewer costs less than a hook
-_RATIO = 8  # so many times larger than the input a weight must be
+_RATIO = 8  # a weight must be this many times larger than the input
 # The axis of the channels in the input, counted from the end: inputs may have no batch axis.
 _CHANNEL_AXIS: dict[type[nn.Module], int] = {
     nn.Linear: -1,
@@ -43,7 +43,7 @@ class GateInput:
         self.site, self.part, self.axis = site, cast(GatedWeight, site[0]), axis
 
     def __call__(self, layer: nn.Module, args: tuple[object, ...]) -> object:
-        """Gate the input if that pays; the weight is then read without gates once."""
+        """Gate the input if that is cheaper; the weight is then read without gates once."""
         if torch.compiler.is_compiling():  # before sizes are compared, which would add guards
             return None
         if len(args) != 1 or not isinstance(args[0], Tensor) or not self._pays(args[0]):

@@ -102,13 +102,13 @@ def shard_gates(model: nn.Module, gates: Mapping[str, Gate]) -> None:
 
 
 def expect_early_sharding(model: nn.Module, gates: Mapping[str, Gate]) -> None:
-    """Let the model's first forward refuse a `fully_shard` that the gates could not follow."""
+    """Make the model's first forward raise if `fully_shard` was applied too late for the gates."""
     model.register_forward_pre_hook(_Expectation(next(iter(gates.values()))))
 
 
 @gate_part
 class _Expectation:
-    """A forward pre-hook of the model that looks once."""
+    """A forward pre-hook of the model that checks once."""
 
     def __init__(self, gate: Gate) -> None:
         self.gate, self.looked = gate, False
@@ -139,8 +139,8 @@ class _Gather:
     def __call__(self, model: nn.Module, args: object) -> None:
         if not has_root(self.first):
             raise PruneError(
-                "fully_shard was applied to parts of the model only: apply it to the model that "
-                "the Pruner has, or to one that contains it, as the last one."
+                "fully_shard was applied to parts of the model only: as the last call, apply it to "
+                "the model that the Pruner has, or to one that contains it."
             )
         self.first.unshard()
 

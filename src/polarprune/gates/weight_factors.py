@@ -1,11 +1,11 @@
-"""Lay the gates of a network along its weights, and sum gradients back to the gates.
+"""Expand gates to factors of the weights that read them, and sum gradients back to the gates.
 
 There are two ways, with the same results up to the order of sums:
 
-- `ElementFactors` indexes one vector of all gates along the elements of all weights. That takes few
-  kernels, which is what counts on an accelerator.
-- `RowFactors` has a row of factors for each weight, which broadcasts. That touches little memory,
-  which is what counts on a CPU.
+- `ElementFactors` indexes one vector of all gates along the elements of all weights. This takes few
+  kernels, which matters on an accelerator.
+- `RowFactors` has a row of factors for each weight, which broadcasts. This uses little memory,
+  which matters on a CPU.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RowFactors:
     """Rows of factors for weights that read one gate vector, in order, along axis 1.
 
     Args:
-        weights: Their shapes count.
+        weights: The weights; only their shapes are used.
         readers: For each weight, its gate vector as the only element of a list.
         sizes: Number of channels of each gate vector.
     """
@@ -85,7 +85,7 @@ class RowFactors:
         return dict(enumerate(summed.split(self.sizes)))
 
     def like(self, slot: int, tensor: Tensor) -> Tensor:
-        """Return the tensor itself: any strides will do."""
+        """Return the tensor itself, because any strides are allowed."""
         return tensor
 
 

@@ -1,4 +1,4 @@
-"""Thin adapters to the training frameworks in which models are trained, one file each.
+"""Thin adapters to training frameworks, one file each, and to loggers.
 
 In: a framework's trainer, its data and the settings of a pruner. Out: a training that meets the
 budget, resumes from the framework's own checkpoints and exports the small model. An adapter counts

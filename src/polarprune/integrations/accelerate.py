@@ -24,8 +24,8 @@ except ImportError as error:
 def optimizer_steps(accelerator: Accelerator, loader: Iterable[object], epochs: int) -> int:
     """Return how many optimizer steps a training takes: `steps` of a `Pruner`.
 
-    Every process takes its part of the batches, and gradients are accumulated, so that these are
-    fewer than `epochs * len(loader)`.
+    Each process gets a part of the batches, and gradients may be accumulated, so there are fewer
+    steps than `epochs * len(loader)`.
 
     Args:
         accelerator: the accelerator of the training.
@@ -68,7 +68,7 @@ def attach(
         epochs: how often the training goes through the loader.
 
     Raises:
-        PruneError: if the training takes another number of steps than the pruner was told, or as
+        PruneError: if the training takes another number of steps than `pruner.steps`, or as
             `Pruner.attach` does.
 
     Example:
@@ -87,7 +87,7 @@ def attach(
 
 
 def _batches(accelerator: Accelerator, loader: Any) -> int:
-    """Return the batches of an epoch that each process gets."""
+    """Return how many batches each process gets in an epoch."""
     try:
         batches: int = len(loader)
     except TypeError as error:

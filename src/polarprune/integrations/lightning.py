@@ -8,18 +8,22 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import PruneError
+from ..torch_internals.markers import attached_state
 from ..torch_internals.patches import optimizers_reported
 from ..tracing.model_state import Example
 from ..training.pruner import Pruner
 from ..validation.optional_packages import missing_package
 from .gate_group import separate_gates
 from .loggers import watch
+from .refusals import refuse
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.plugins import HalfPrecision
 except ImportError:
     try:
         from pytorch_lightning import Callback, LightningModule, Trainer
+        from pytorch_lightning.plugins import HalfPrecision
     except ImportError as error:
         raise missing_package(
             "lightning", needed_for="PruningCallback", extra="lightning"
@@ -29,16 +33,16 @@ except ImportError:
 class PruningCallback(Callback):
     """Prune a LightningModule to a budget while Lightning trains it.
 
-    The module stays as it is. The gates go into the optimizer that `configure_optimizers` makes, in
-    a group of their own, before its schedulers are made. The number of steps is that of the
+    The module needs no changes. The gates go into the optimizer that `configure_optimizers` makes,
+    in a group of their own, before its schedulers are made. The number of steps is that of the
     trainer. The pruner's state is in every checkpoint, and `trainer.fit(ckpt_path=...)` resumes it.
     All loggers of the trainer get the rows of `pruner.history`.
 
     Args:
         example_inputs: what the module's `forward` takes; by default its `example_input_array`.
-        module: the name of the part to prune, as "net"; by default the whole LightningModule.
-        **settings: arguments of `Pruner`, as macs=0.5. `steps` is only needed where the trainer
-            cannot know it: with manual optimization, or data without a length.
+        module: the name of the part to prune, such as "net"; by default the whole LightningModule.
+        **settings: arguments of `Pruner`, such as macs=0.5. `steps` is only needed where the
+            trainer cannot know it: with manual optimization, or data without a length.
 
     Attributes:
         pruner: the `Pruner`, once `trainer.fit` has started.
@@ -72,28 +76,20 @@ class PruningCallback(Callback):
         return self.pruner.export()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Have gates installed after `configure_model`, before weights are loaded or wrapped."""
+        """Install gates after `configure_model` has run, before weights are loaded or wrapped."""
         if stage != "fit":
             return
-        if self._pruner is not None:
-            raise PruneError(
-                "PruningCallback: it has pruned a model already. To resume, build the module and "
-                "the callback again, and call trainer.fit(ckpt_path=...); to train on, fit a "
-                "module that holds callback.export(), without the callback."
-            )
-        if trainer.strategy.restore_checkpoint_after_setup:
-            raise PruneError(
-                f"PruningCallback: {type(trainer.strategy).__name__} makes other parameters than "
-                f"the module has; train on one device, or with strategy='ddp'."
-            )
+        self._check(trainer)
         load, prepare = pl_module.on_load_checkpoint, trainer.strategy.setup
 
         def on_load_checkpoint(checkpoint: dict[str, object]) -> None:
-            self._build(trainer, pl_module)
+            self._build(trainer, pl_module, trainer.callbacks)
+            if "current_model_state" in checkpoint:  # WeightAveraging stored its average first
+                pl_module.load_state_dict(checkpoint["current_model_state"])
             load(checkpoint)
 
         def strategy_setup(trainer: Trainer) -> None:
-            self._build(trainer, pl_module)
+            self._build(trainer, pl_module, trainer.callbacks)
             with optimizers_reported(self._place_gates):
                 prepare(trainer)  # wraps the model, and calls configure_optimizers
 
@@ -102,23 +98,43 @@ class PruningCallback(Callback):
         late = "configure_model", "setup"  # hooks that may make the network
         kind = type(pl_module)
         if all(getattr(kind, hook) is getattr(LightningModule, hook) for hook in late):
-            self._build(trainer, pl_module)  # now, for callbacks that copy the module
+            earlier = trainer.callbacks[: trainer.callbacks.index(self)]
+            self._build(trainer, pl_module, earlier)  # now, for callbacks that copy the module
 
-    def _build(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Build the pruner, unless that was done when a checkpoint was loaded."""
+    def _check(self, trainer: Trainer) -> None:
+        """Refuse what a pruner cannot follow."""
+        strategy = trainer.strategy
+        wrong = {
+            "it has pruned a model already. To resume, build the module and the callback again, "
+            "and call trainer.fit(ckpt_path=...); to train on, fit a module that holds "
+            "callback.export(), without the callback.": self._pruner is not None,
+            f"{type(strategy).__name__} makes other parameters than the module has; train on one "
+            f"device, or with strategy='ddp'.": strategy.restore_checkpoint_after_setup,
+            "half precision is too coarse for the steps of gates; set precision='bf16-mixed' or "
+            "'16-mixed'.": isinstance(trainer.precision_plugin, HalfPrecision),
+        }
+        refuse("PruningCallback", wrong)
+
+    def _build(self, trainer: Trainer, pl_module: LightningModule, earlier: list[Callback]) -> None:
+        """Build the pruner, unless that was done; `earlier` callbacks have been set up before."""
         if self._pruner is not None:
             return
         example = self.example_inputs
         if example is None:
             example = pl_module.example_input_array
-        if example is None:
-            raise PruneError(
-                "PruningCallback: give what the module's forward takes, as "
-                "PruningCallback(example_inputs, ...), or set the module's example_input_array."
-            )
-        pl_module.to(trainer.strategy.root_device)
+        wrong = {
+            "another callback copied the module before it got gates; let PruningCallback be the "
+            "first of callbacks=[...], and make the network in __init__, without the hooks setup "
+            "and configure_model.": _is_copied(pl_module, earlier),
+            "give what the module's forward takes, as PruningCallback(example_inputs, ...), or set "
+            "the module's example_input_array.": example is None,
+        }
+        refuse("PruningCallback", wrong)
+        precision = trainer.precision_plugin  # it may convert the module to float64
+        precision.convert_module(pl_module.to(trainer.strategy.root_device))
         settings = {"steps": trainer.estimated_stepping_batches, **self.settings}
-        self._pruner = Pruner(pl_module.get_submodule(self.module), example, **settings)
+        model = _part(pl_module, self.module)
+        self._pruner = Pruner(model, precision.convert_input(example), **settings)
 
     def _place_gates(self, optimizer: Optimizer) -> None:
         """Give the gates to the first optimizer that holds weights of the pruned model."""
@@ -128,6 +144,8 @@ class PruningCallback(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach the pruner, and let the trainer's loggers watch it."""
         del pl_module.on_load_checkpoint, trainer.strategy.setup  # their own again
+        if trainer.ckpt_path:  # the data were set up to count the steps, before their state is read
+            trainer.fit_loop._combined_loader = None
         if self._holder is None:
             raise PruneError(
                 "PruningCallback: configure_optimizers made no optimizer of torch that holds "
@@ -135,5 +153,36 @@ class PruningCallback(Callback):
             )
         others = [one for one in trainer.optimizers if one is not self._holder]
         self.pruner.attach(self._holder, *others)
+        self.pruner.copies = [  # averages that have had no update yet, too
+            one
+            for one in _held(trainer.callbacks)
+            if any(map(attached_state, one.modules())) and self.pruner.model not in one.modules()
+        ]
         for logger in trainer.loggers:
             watch(self.pruner, logger)
+
+
+def _held(callbacks: list[Callback]) -> list[nn.Module]:
+    """Return the modules that callbacks hold, such as averages of the trained one."""
+    return [
+        value for one in callbacks for value in vars(one).values() if isinstance(value, nn.Module)
+    ]
+
+
+def _is_copied(pl_module: LightningModule, callbacks: list[Callback]) -> bool:
+    """Return whether one of these callbacks holds another module of the class of this one."""
+    others = [one for one in _held(callbacks) if one is not pl_module]
+    return any(isinstance(part, type(pl_module)) for one in others for part in one.modules())
+
+
+def _part(pl_module: LightningModule, name: str) -> nn.Module:
+    """Return the part to prune."""
+    try:
+        found: nn.Module = pl_module.get_submodule(name)
+    except AttributeError as error:
+        parts = ", ".join(part for part, _ in pl_module.named_children())
+        raise PruneError(
+            f"PruningCallback: {type(pl_module).__name__} has no module={name!r}; its parts are "
+            f"{parts}."
+        ) from error
+    return found

@@ -1,4 +1,4 @@
-"""Send what a pruner sees at every look to a logger: TensorBoard, `log(dict)`, or a function."""
+"""Send the history of a pruner to a logger: TensorBoard, `log(dict)`, or a function."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ..training.steering import Row
 def watch(pruner: Pruner, logger: object, *, prefix: str = "pruning") -> None:
     """Send every new row of `pruner.history` to a logger.
 
-    TensorBoard's writers get scalars and a histogram of the gates; objects or modules with
-    `log(dict)` (Weights & Biases, trackio, a `Trainer` of Hugging Face) and functions a dict of
-    numbers that includes the step; Lightning's loggers and MLflow a call of `log_metrics`.
+    TensorBoard's writers get scalars and a histogram of the gates. Objects or modules with
+    `log(dict)` (Weights & Biases, trackio, a `Trainer` of Hugging Face) and functions get a dict of
+    numbers that includes the step. Lightning's loggers and MLflow get a call of `log_metrics`.
 
     Args:
         pruner: the pruner to watch.
         logger: a `SummaryWriter`, an object or module with `log(dict)` or
             `log_metrics(dict, step=...)`, or a function that takes a dict.
-        prefix: stands before every name, as in `pruning/macs`.
+        prefix: put before every name, as in `pruning/macs`.
 
     Raises:
         PruneError: if the logger is none of these.
@@ -47,7 +47,7 @@ def _receiver(logger: object, prefix: str) -> Callable[[Row], None]:
     if not callable(log) or not _takes_a_dict(log):
         raise PruneError(
             f"watch: {type(logger).__name__} has no log(dict). Give a SummaryWriter, an object or "
-            f"module with log(dict), or a function, as watch(pruner, lambda row: print(row))."
+            f"module with log(dict), or a function, such as watch(pruner, lambda row: print(row))."
         )
     return lambda row: log({**_numbers(row, prefix), f"{prefix}/step": row["step"]})
 

@@ -1,7 +1,7 @@
 """Write a pruned model of transformers as a folder that `from_pretrained` loads without polarprune.
 
 The folder is written beside the target under another name, loaded with the plain class, and
-compared with the pruned model. Only then it gets its name.
+compared with the pruned model. Only then is it renamed to the target.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def save_pretrained(
     """Write a pruned model of transformers as a folder that `from_pretrained` loads.
 
     The folder has the config with the pruned sizes, the weights as safetensors, and the generation
-    config. Loading it needs transformers, and nothing else. Before the folder gets its name, it is
-    loaded and compared with `model`: the outputs on the example and on inputs of other values and
-    sizes, and what `generate` returns, with and without a cache.
+    config. Loading it needs transformers, and nothing else. Before the folder is renamed to the
+    target, it is loaded and compared with `model`: the outputs on the example and on inputs of
+    other values and sizes, and what `generate` returns, with and without a cache.
 
     The config of `model` gets the pruned sizes, too, so that `model.save_pretrained` works
     afterwards, for example when a `Trainer` fine-tunes the model. Models that `Pruner.export` made
-    have these sizes already if a config can tell them.
+    have these sizes already if a config can hold them.
 
     Args:
         model: A pruned model of transformers, or a part of a pruned model that is one.
@@ -60,8 +60,8 @@ def save_pretrained(
         max_shard_size: The size at which the weights are split into several files.
 
     Raises:
-        PruneError: If no config can tell the sizes, if the loaded model is not equal, or if the
-            folder cannot be written. Nothing is left behind then.
+        PruneError: If no config can hold the sizes, if the loaded model is not equal, or if the
+            folder cannot be written. No files are left then.
 
     Example:
         >>> small = pruner.export()
@@ -89,8 +89,8 @@ def _checked(model: object, save_directory: str | Path) -> Path:
     kind = type(model).__name__
     if not isinstance(model, nn.Module) or not is_config(getattr(model, "config", None)):
         raise PruneError(
-            f"{_WHERE}: {kind} is no model of transformers; give the part of the pruned model that "
-            f"is one, as small.model, or use polarprune.save."
+            f"{_WHERE}: {kind} is not a model of transformers; give the part of the pruned model "
+            f"that is one, such as small.model, or use polarprune.save."
         )
     if attached_state(model) is not None:
         raise PruneError(f"{_WHERE}: this {kind} has gates; give what pruner.export() returns.")
@@ -101,7 +101,7 @@ def _checked(model: object, save_directory: str | Path) -> Path:
 
 @contextmanager
 def _new_folder(folder: Path) -> Iterator[Path]:
-    """Give a folder to write to, and rename it after the block; leave nothing after an error."""
+    """Yield a folder to write to, and rename it after the block; leave nothing after an error."""
     nearest = next(one for one in folder.absolute().parents if one.is_dir())
     try:
         with tempfile.TemporaryDirectory(dir=nearest, prefix=f".{folder.name}-") as private:
@@ -130,7 +130,7 @@ def _write(model: nn.Module, config: Config, folder: Path, max_shard_size: int |
 
 
 def _prove(model: nn.Module, folder: Path, example: Example) -> None:
-    """Refuse a folder that is not loaded as a model that equals the pruned one."""
+    """Raise unless the folder loads as a model that equals the pruned one."""
     loaded = _loaded(model, folder)
     for name, inputs in [("the example", example), *fresh_inputs(example)]:
         gap = _gap(model, loaded, inputs)
@@ -198,6 +198,6 @@ def _text(model: Any, example: Example, cached: bool) -> Tensor | None:
     every = {**dict(zip([model.main_input_name], args, strict=False)), **kwargs}
     given = {k: x for k, x in every.items() if not k.startswith(_NOT_FOR_GENERATE)}
     options = {"max_new_tokens": _NEW_TOKENS, "do_sample": False, "num_beams": 1}
-    with suppress(Exception), restored(model, False):  # a rewritten forward may know no cache
+    with suppress(Exception), restored(model, False):  # a rewritten forward may not support a cache
         return cast(Tensor, model.generate(**given, **options, use_cache=cached))
     return None

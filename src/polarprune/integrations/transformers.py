@@ -1,6 +1,7 @@
 """Hugging Face: `PruningTrainer(..., pruning={"macs": 0.5})` in place of `Trainer`.
 
-`save_pretrained` writes the small model as a folder that plain transformers loads.
+`save_pretrained` writes the small model as a folder that plain transformers loads, and
+`folder_settings` finds the settings with which it can.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import PruneError
 from ..tracing.model_state import Example
 from ..training.pruner import Pruner
 from ..validation.optional_packages import missing_package
+from .folder_settings import folder_settings
 from .gate_group import separate_gates, take_gates_out
 from .pretrained_folder import save_pretrained
+from .refusals import refuse
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerState
@@ -28,7 +30,8 @@ except ImportError as error:
     ) from error
 
 
-__all__ = ["PruningTrainer", "save_pretrained"]
+__all__ = ["PruningTrainer", "folder_settings", "save_pretrained"]
+_OF_FOLDERS = ("keep", "norms", "multiple_of", "min_channels")  # what `folder_settings` takes
 
 
 class PruningTrainer(Trainer):
@@ -37,14 +40,15 @@ class PruningTrainer(Trainer):
     It counts the steps as `Trainer` does, and adds a group for the gates to the optimizer of
     `Trainer`, whose groups with and without weight decay stay as they are. The pruner's state is in
     every checkpoint, so `trainer.train(resume_from_checkpoint=True)` resumes it. A best model
-    (`load_best_model_at_end`, `EarlyStoppingCallback`) is looked for among those that meet the
-    budget. The logs have the share of the MACs and parameters that is left.
+    (`load_best_model_at_end`, `EarlyStoppingCallback`) is chosen among those that meet the budget.
+    The logs contain the share of the MACs and parameters that is left.
 
     To prune with another trainer, inherit from both: `class T(PruningTrainer, Seq2SeqTrainer)`.
 
     Args:
         *args: as for `Trainer`.
-        pruning: arguments of `Pruner`, as {"macs": 0.5}; without `steps`.
+        pruning: arguments of `Pruner`, such as {"macs": 0.5}; without `steps`. With "folder": True,
+            `folder_settings` adds those with which `save_pretrained` can write the result.
         example_inputs: what the model takes; by default the first batch, without labels.
         **kwargs: as for `Trainer`; `model_init` is not possible.
 
@@ -75,43 +79,34 @@ class PruningTrainer(Trainer):
 
     def _check(self) -> None:
         """Refuse what a pruner cannot follow."""
-        if self.model_init is not None:
-            raise PruneError("PruningTrainer: give model=..., since model_init makes several.")
-        if self.args.auto_find_batch_size:
-            raise PruneError(
-                "PruningTrainer: auto_find_batch_size=True changes the number of steps during the "
-                "training; set per_device_train_batch_size."
-            )
-        if self.lr_scheduler is not None:
-            raise PruneError(
-                "PruningTrainer: a scheduler that is made before the gates have a parameter group "
-                "does not set its rate; set lr_scheduler_type, or override create_scheduler."
-            )
-        if self.is_deepspeed_enabled or self.is_fsdp_xla_enabled:
-            raise PruneError(
-                "PruningTrainer: DeepSpeed and XLA's FSDP make other parameters than the model "
-                "has; train with DistributedDataParallel (torchrun, without these options), or "
-                "with fsdp=True and version 2 in fsdp_config."
-            )
+        wrong = {
+            "give model=..., since model_init makes several.": self.model_init is not None,
+            "auto_find_batch_size=True changes the number of steps during the training; set "
+            "per_device_train_batch_size.": self.args.auto_find_batch_size,
+            "a scheduler that is made before the gates have a parameter group does not set its "
+            "rate; set lr_scheduler_type, or override create_scheduler.": self.lr_scheduler,
+            "DeepSpeed and XLA's FSDP make other parameters than the model has; train with "
+            "DistributedDataParallel (torchrun, without these options), or with fsdp=True and "
+            "version 2 in fsdp_config.": self.is_deepspeed_enabled or self.is_fsdp_xla_enabled,
+        }
+        refuse("PruningTrainer", wrong)
         if self.is_fsdp_enabled:
             self._check_fsdp()
 
     def _check_fsdp(self) -> None:
         """Refuse options of FSDP that a pruner cannot follow."""
-        plugin, args = self.accelerator.state.fsdp_plugin, self.args
+        plugin = self.accelerator.state.fsdp_plugin
         wrong = {
-            "version 1 in fsdp_config; set 2": plugin.fsdp_version != 2,
-            "FULL_STATE_DICT; set state_dict_type to SHARDED_STATE_DICT in fsdp_config": (
-                "SHARDED" not in str(plugin.state_dict_type)
-            ),
-            "activation_checkpointing in fsdp_config; set gradient_checkpointing": (
-                plugin.activation_checkpointing
-            ),
-            "cpu_ram_efficient_loading; set False in fsdp_config": plugin.cpu_ram_efficient_loading,
-            "load_best_model_at_end; set False": args.load_best_model_at_end,
+            "version 1 does not work; set 2 in fsdp_config.": plugin.fsdp_version != 2,
+            "FULL_STATE_DICT does not work; set state_dict_type to SHARDED_STATE_DICT in "
+            "fsdp_config.": "SHARDED" not in str(plugin.state_dict_type),
+            "activation_checkpointing in fsdp_config does not work; set "
+            "gradient_checkpointing.": plugin.activation_checkpointing,
+            "cpu_ram_efficient_loading does not work; set False in "
+            "fsdp_config.": plugin.cpu_ram_efficient_loading,
+            "load_best_model_at_end does not work; set False.": self.args.load_best_model_at_end,
         }
-        for what in [what for what, found in wrong.items() if found]:
-            raise PruneError(f"PruningTrainer: FSDP does not work here with {what}.")
+        refuse("PruningTrainer with FSDP", wrong)
 
     @property
     def pruner(self) -> Pruner:
@@ -120,9 +115,18 @@ class PruningTrainer(Trainer):
             loader = self.get_train_dataloader()
             steps = self.set_initial_training_values(self.args, loader)[-1]
             example = self._first_batch(loader)
-            self._pruner = Pruner(self.model, example, **{"steps": steps, **self.pruning})
+            settings = self._settings(example)
+            self._pruner = Pruner(self.model, example, **{"steps": steps, **settings})
             self.add_callback(_BestWithinBudget(self._pruner))
         return self._pruner
+
+    def _settings(self, example: Example) -> dict[str, Any]:
+        """Return the arguments of the pruner, with those for a folder if one is wanted."""
+        settings = dict(self.pruning)
+        if settings.pop("folder", False):
+            given = {name: settings.pop(name) for name in _OF_FOLDERS if name in settings}
+            settings.update(folder_settings(self.model, example, **given))
+        return settings
 
     def train(self, *args: object, **kwargs: object) -> object:
         """Train as `Trainer` does, with gates in the model."""
@@ -130,7 +134,7 @@ class PruningTrainer(Trainer):
         return super().train(*args, **kwargs)
 
     def _first_batch(self, loader: Iterable[Mapping[str, object]]) -> Example:
-        """Return the user's example, or the first batch, for which no random numbers are spent."""
+        """Return the user's example, or the first batch, without drawing random numbers."""
         if self.example_inputs is not None:
             return self.example_inputs
         with torch.random.fork_rng(devices=[]):
@@ -188,7 +192,7 @@ class PruningTrainer(Trainer):
 
 
 class _BestWithinBudget(TrainerCallback):
-    """Forgets a best model from before the budget was met; the first one after that is the best."""
+    """Discards a best model from before the budget was met, so that the next one counts as best."""
 
     def __init__(self, pruner: Pruner) -> None:
         self.first = pruner.schedule.deadline(pruner.steps) if pruner.limits else pruner.steps
@@ -196,6 +200,6 @@ class _BestWithinBudget(TrainerCallback):
     def on_step_end(
         self, args: object, state: TrainerState, control: object, **kwargs: object
     ) -> None:
-        """Forget what an evaluation after an earlier step has found."""
+        """Discard what an evaluation after an earlier step has found."""
         if state.best_global_step is not None and state.best_global_step < self.first:
             state.best_metric = state.best_global_step = state.best_model_checkpoint = None

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ..errors import PruneError
 from ..gates.folding import plain
 from ..training.pruner import Pruner
+from .refusals import refuse
 
 try:
     import numpy as np
@@ -36,9 +37,9 @@ _REMEDY = (
 
 
 class PrunedYaml(dict[str, object]):
-    """The `yaml` of a pruned model, without the part from which Ultralytics builds the full size.
+    """The `yaml` of a pruned model, without the part from which Ultralytics builds the full model.
 
-    Any other trainer would build a network of the full size from it without a word.
+    Any other trainer would build the full model from it without a warning.
     """
 
     def __missing__(self, key: str) -> NoReturn:
@@ -53,8 +54,8 @@ class Pruning(BaseTrainer):
     """Makes a trainer of Ultralytics prune to a budget, or train a pruned model as it is.
 
     Put it before the trainer of any task: `class PosePruning(Pruning, PoseTrainer)`. Its
-    checkpoints resume with `resume=True` and the same trainer. `best.pt` and `last.pt` end as the
-    small, plain model; only epochs that meet the budget can be the best.
+    checkpoints resume with `resume=True` and the same trainer. At the end, `best.pt` and `last.pt`
+    hold the small, plain model; only epochs that meet the budget can be the best.
 
     Attributes:
         settings: arguments of `Pruner`. Without any, the model is trained as it is.
@@ -79,7 +80,7 @@ class Pruning(BaseTrainer):
     # --- building ---------------------------------------------------------------------------------
 
     def get_model(self, cfg: object = None, weights: Any = None, verbose: bool = True) -> object:
-        """Return the full model, that with which a run started, or a copy of a pruned one."""
+        """Return the full model, the one that a run started with, or a copy of a pruned one."""
         run = getattr(weights, _RUN, None)
         if run is not None and self.resume:
             return run["start"].float()
@@ -93,7 +94,7 @@ class Pruning(BaseTrainer):
         return deepcopy(weights).requires_grad_(True)
 
     def build_optimizer(self, model: nn.Module, **options: object) -> Optimizer:
-        """Return the optimizer; gates are a group of their own, which warm-up and schedule know."""
+        """Return the optimizer, with a group for the gates that warm-up and schedule apply to."""
         optimizer: Optimizer = super().build_optimizer(model=model, **options)
         if self.settings:
             self._check()
@@ -112,12 +113,12 @@ class Pruning(BaseTrainer):
 
     def _check(self) -> None:
         """Refuse what this trainer cannot do."""
-        args = self.args
-        wrong = [k for k in ("time", "compile", "distill_model") if getattr(args, k, None)]
-        wrong += ["quantize=8"] * (getattr(args, "quantize", None) == 8)
-        wrong += ["several devices"] * (RANK != -1)
-        if wrong:
-            raise PruneError(f"train: pruning does not work with {wrong[0]}; train without it.")
+        options = ("time", "compile", "distill_model")
+        wrong = {name: getattr(self.args, name, None) for name in options}
+        wrong["quantize=8"] = getattr(self.args, "quantize", None) == 8
+        wrong["several devices"] = RANK != -1
+        text = "pruning does not work with {}; train without it."
+        refuse("train", {text.format(name): found for name, found in wrong.items()})
 
     def _optimizer_steps(self) -> int:
         """Return how many steps the loop of Ultralytics will take."""
@@ -153,7 +154,7 @@ class Pruning(BaseTrainer):
         average.update(self.model)
 
     def validate(self) -> object:
-        """Validate; what came before the budget was met cannot be the best."""
+        """Validate; a model from before the budget was met cannot be the best."""
         if self.pruner is not None and not self._landed:
             self.best_fitness, self.stopper.best_fitness = None, 0.0
             self.stopper.best_epoch, self._landed = self.epoch + 1, self.pruner.landed
@@ -174,7 +175,7 @@ class Pruning(BaseTrainer):
         average = self.ema.ema
         states = [deepcopy(part.state_dict()) for part in (self.model, average, self.optimizer)]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the training is not at its end
+            warnings.simplefilter("ignore")  # warns that training is not at its end
             small = self.pruner.export(model=average, verify=False) if self.pruner.landed else None
         self.ema.ema = plain(average) if small is None else small
         setattr(self.ema.ema, _RUN, {"states": states, "start": self._start})

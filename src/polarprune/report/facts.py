@@ -91,7 +91,7 @@ def model_name(report: Report) -> str:
 
 
 def title(report: Report) -> str:
-    """Return what the report is about, as a headline."""
+    """Return a headline for the report."""
     name = model_name(report)
     return f"{TITLE}: {name}" if name else TITLE
 
@@ -100,7 +100,7 @@ def title(report: Report) -> str:
 
 
 def goal(report: Report) -> str:
-    """Describe what the run was asked for, and how far it got."""
+    """Describe the settings of the run, and how far it got."""
     settings = report.settings
     limits = [
         f"{cost.name} {budget_percent(cost.limit)}"
@@ -190,7 +190,7 @@ def odd_widths(report: Report) -> list[str]:
 
 def _is_odd(group: JsonObject) -> bool:
     """Return whether a group was cut to a width that is not a multiple of 8."""
-    units = group.get("multiple")  # so many make up a multiple of 8; a unit may be a whole head
+    units = group.get("multiple")  # this many make up a multiple of 8; a unit may be a whole head
     cut = not group["reason"] and group["after"] < group["before"]
     return bool(units) and cut and group["before"] >= units and group["after"] % units > 0
 

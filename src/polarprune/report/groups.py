@@ -1,4 +1,4 @@
-"""What a report says of the graph of a model: groups, cost and notes."""
+"""The part of a report that describes the graph of a model: groups, cost and notes."""
 
 from __future__ import annotations
 

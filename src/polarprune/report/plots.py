@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 BLUE, ORANGE, GREEN = "#0072b2", "#d55e00", "#117733"
 INK, MUTED, GRID = "#1f2933", "#52606d", "#e1e6eb"
 _HISTOGRAM_TOP = 0.5  # the paper's figure ends here, too
-_MANY_DECADES = 8  # a logarithmic axis labels at most so many powers of ten
+_MANY_DECADES = 8  # a logarithmic axis labels at most this many powers of ten
 
 
 class Curve(NamedTuple):

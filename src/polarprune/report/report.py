@@ -37,7 +37,8 @@ class Report:
         after: Cost without the channels that are closed now.
         groups: For each group its `name`, the channels `before` and `after`, and the `reason` if
             the group is frozen. `multiple`: how many of its units make up a width that is a
-            multiple of 8. `family`: what it has in common with the groups that keep equally many.
+            multiple of 8. `family`: the position that it shares with the groups that keep equally
+            many units.
         history: A row for every time the host read the gates: step; macs, params, latency
             (fractions of the original); closed; between (gates in (0, 0.5]); eps; lam; histogram
             (of gate values, 20 bins).
@@ -136,7 +137,7 @@ class Report:
 
 
 def _check_history_row(row: JsonObject) -> None:
-    """Raise if a row lacks a key that the charts read, or holds something else than numbers."""
+    """Raise if a row lacks a key that the charts read, or holds something other than numbers."""
     missing = _HISTORY_KEYS - row.keys()
     if missing:
         raise KeyError(f"a row of the history has no {sorted(missing)[0]}")

@@ -1,4 +1,4 @@
-"""Turns a matplotlib figure into SVG that can stand inside an HTML page."""
+"""Turn a matplotlib figure into SVG that can be embedded in an HTML page."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ plain parameter with the last computed value.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import cast
 
@@ -73,10 +74,17 @@ def make_plain(model: nn.Module, names: Iterable[str]) -> nn.Module:
     """Replace these computed weights by plain parameters with their values, in place."""
     wanted = set(names)
     found = [item for item in parametrized(model) if item[0] in wanted] if wanted else []
-    # Compute all values before anything changes: one weight may be computed from another.
-    values = [_value(module, leaf, parts) for _, module, leaf, parts in found]
-    for (_, module, leaf, parts), value in zip(found, values, strict=True):
+    uses = Counter(id(held) for item in found for held in item[-1]._parameters.values())
+    by_itself = {name: _only_gates(p) and uses[id(p.original)] == 1 for name, *_, p in found}
+    others = [item for item in found if not by_itself[item[0]]]
+    # Compute all of these before anything changes: one weight may be computed from another, or
+    # share its tensor with another.
+    values = [_value(module, leaf, parts) for _, module, leaf, parts in others]
+    for (_, module, leaf, parts), value in zip(others, values, strict=True):
         _replace_by_value(module, leaf, parts, value)
+    for name, module, leaf, parts in found:  # one after the other, to save memory
+        if by_itself[name]:
+            _replace_by_value(module, leaf, parts, _value(module, leaf, parts))
     return model
 
 

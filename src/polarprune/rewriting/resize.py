@@ -3,7 +3,7 @@
 `F.pad(x, (0, 0, 0, 0, 8, 8))`, `x.split(self.c, 1)` and `x.reshape(b, n, c)` fail, or compute
 something else, when channels are removed. Such a module is captured as a graph. For every plan,
 the numbers in the graph are computed again from the channels that are kept. The rest of the module
-stays as it is.
+is not changed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Refuse code whose effects a graph cannot hold.
 
-A graph holds what a forward returns. It does not hold that the forward switched off gradients,
+A graph holds what a forward returns. It cannot record that the forward switched off gradients,
 changed the precision, called a `torch.autograd.Function`, drew a random number with Python, or
 stored something on `self`. Code that does so must not be replaced by a graph.
 """

@@ -1,4 +1,4 @@
-"""Trace with proxies that know the value they represent.
+"""Trace with proxies that carry the values of the example.
 
 The proxies of torch.fx have no values, so code that branches on a size or a type fails. The proxies
 here carry the values of the example. Code may branch on them, and the graph contains the branch
@@ -36,7 +36,7 @@ _COMPARISONS = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt,
 
 
 class ValueProxy(fx.Proxy):
-    """A proxy that knows the value of its node in the run on the example."""
+    """A proxy with the value of its node in the run on the example."""
 
     value: Any = None
     tracer: ValueTracer

@@ -1,4 +1,4 @@
-"""`shrink`, and how a recipe is carried out on a copy of a model.
+"""`shrink`: carry out a recipe on a copy of a model, so that its layers become narrower.
 
 Nothing is decided here: `write_recipe` has made every decision. A Conv2d becomes narrower in two
 steps: its weight is copied with the kept indices only, and its attributes are set to the new
@@ -22,7 +22,7 @@ from ..torch_internals.markers import attach_recipe
 from ..tracing.copying import copy_model
 from ..tracing.model_state import named_tensors
 from ..validation.run import check_graph, check_minimum
-from .config_proof import tell_sizes
+from .config_proof import update_config
 from .recipe import OTHER_MODEL, Recipe, check_shapes
 from .replacement_layers import Constant, PrunedAttention, ZeroChannelSafe
 from .write_recipe import write_recipe
@@ -70,7 +70,7 @@ def shrink(model: nn.Module, graph: Graph, plan: Plan) -> nn.Module:
     warn_of_hooks(model)
     model = without_computed_weights(model, graph.forward_weights)
     small = cut_copy(model, write_recipe(model, graph, plan))
-    tell_sizes(small, None)
+    update_config(small, None)
     return small
 
 
@@ -89,7 +89,7 @@ def warn_of_hooks(model: nn.Module) -> None:
 def cut_copy(model: nn.Module, recipe: Recipe, *, from_file: bool = False) -> nn.Module:
     """Return the smaller copy of `model` that the recipe describes.
 
-    `from_file` says that the recipe's code was read from a file, so that it runs under limits.
+    `from_file`: the code in the recipe was read from a file, so it runs with limits on memory.
     """
     check_shapes(model, recipe.shapes, OTHER_MODEL)
     small = copy_model(model, dict(_cut_tensors(model, recipe, _sliced)))
@@ -145,7 +145,7 @@ def _like(tensor: Tensor, data: Tensor) -> Tensor:
 
 
 def _memory_format(data: Tensor) -> torch.memory_format:
-    """Return the format that the strides show.
+    """Return the memory format, according to the strides.
 
     `is_contiguous` cannot tell, because a 1 x 1 kernel is contiguous in both formats.
     """
@@ -163,7 +163,7 @@ def _change_modules(model: nn.Module, recipe: Recipe, *, from_file: bool = False
     for path, attributes in recipe.attributes.items():
         for key, value in attributes.items():  # JSON has lists where torch has tuples
             new = tuple(value) if isinstance(value, list) else value
-            # Not by setattr: a forward that was rewritten before does not read it, and refuses it.
+            # Not by setattr, which a module with a rewritten forward refuses.
             vars(model.get_submodule(path))[key] = new
     _replace(model, recipe.heads, lambda old, path: PrunedAttention(old, recipe.heads[path]))
     _replace(model, recipe.constants, lambda old, _: Constant(old))

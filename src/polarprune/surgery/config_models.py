@@ -16,7 +16,7 @@ Config = Any  # an object of another library
 
 
 class _WithoutWeights(TorchFunctionMode):
-    """Leave out the memory of weights: layers make them with `torch.empty`, constants otherwise."""
+    """Allocate no memory for weights, which layers create with `torch.empty`, unlike constants."""
 
     def __torch_function__(
         self, func: TorchFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
@@ -50,9 +50,10 @@ def with_weights_of(model: nn.Module, config: Config) -> nn.Module:
 
 
 def convert_constants(model: nn.Module, like: nn.Module) -> None:
-    """Bring the buffers of a model to the devices and dtypes of those of another one, in place.
+    """Convert the buffers of a model to the devices and dtypes of those of another one, in place.
 
-    `like.to(torch.bfloat16)` converts them; a model that is built or loaded makes them again.
+    `like.to(torch.bfloat16)` converts them, but a model that is built again has the original
+    dtypes.
     """
     twins = dict(like.named_buffers())
     for path, module in model.named_modules():

@@ -1,8 +1,8 @@
-"""Let the config of a pruned model tell its sizes, if a model built from it is equal.
+"""Update the config of a pruned model to its sizes, if a model built from it is equal.
 
-A model with `save_pretrained` writes its config beside its weights. If the config still has the
-sizes of the original, nobody can load that folder. So the config gets the true sizes where a config
-can tell them, and `save_pretrained` refuses where it cannot.
+`save_pretrained` writes a model's config beside its weights. If the config still has the original
+sizes, `from_pretrained` cannot load that folder. So the config gets the pruned sizes. If no config
+gives them, `save_pretrained` raises an error.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ CLOSE, _EXACT = 1e-5, 1e-10  # in the model's precision, and in float64
 REMEDY = "polarprune.save stores any pruned model."
 
 
-def tell_sizes(model: nn.Module, example: Example | None) -> None:
-    """Give the config of a pruned model its true sizes, or let `save_pretrained` refuse.
+def update_config(model: nn.Module, example: Example | None) -> None:
+    """Give the config of a pruned model its true sizes, or make `save_pretrained` raise an error.
 
     Args:
         model: A pruned model, which is changed in place.
         example: Inputs on which a model that is built from the config is compared with this one;
-            without them, `save_pretrained` refuses.
+            without them, `save_pretrained` raises an error.
     """
     recipe = attached_recipe(model) or {}
     if not recipe.get("slices") or not any(map(_can_save, model.modules())):
@@ -56,7 +56,7 @@ def fitting_config(model: nn.Module, example: Example | None) -> Config:
     """
     family = plain_class(model).__name__
     if not is_config(getattr(model, "config", None)):
-        raise PruneError(f"{family} is not built from a config that could tell the pruned sizes")
+        raise PruneError(f"{family} is not built from a config that could hold the pruned sizes")
     if example is None:
         raise PruneError(
             f"the config of this {family} has the sizes before pruning, with which from_pretrained "
@@ -67,7 +67,7 @@ def fitting_config(model: nn.Module, example: Example | None) -> Config:
 
 
 def _closest(model: nn.Module, example: Example) -> Config:
-    """Return the config that gives the smallest difference, if that is nothing but rounding."""
+    """Return the config that gives the smallest difference, if that is only rounding."""
     best, found = float("inf"), None
     for config in ConfigSearch(model).configs():
         gap = _gap(model, config, example)
@@ -108,7 +108,7 @@ def _difference_explained(model: nn.Module, config: Config, gap: float) -> str:
 
 
 def _constants(model: nn.Module) -> list[tuple[str, object]]:
-    """Return the constant tensors and the numbers that modules hold; integers tell least."""
+    """Return the constant tensors and the numbers that modules hold, integers last."""
     stored = model.state_dict().keys()
     tensors = [(name, x) for name, x in model.named_buffers() if name not in stored]
     held = [
@@ -139,7 +139,7 @@ def changed_numbers(old: Config, new: Config) -> dict[Key, int]:
 
 
 def set_config(model: nn.Module, config: Config) -> None:
-    """Give the configs of a model and its modules the numbers of this one, in place."""
+    """Copy the numbers of a config into the configs of a model and its modules, in place."""
     numbers = changed_numbers(model.config, config)
     parts = list(parts_of(model.config))
     held = [getattr(module, "config", None) for module in model.modules()]

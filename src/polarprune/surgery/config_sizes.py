@@ -1,11 +1,17 @@
-"""Find the sizes that the config of a pruned model has to tell.
+"""Find the sizes that the config of a pruned model has to hold.
 
-Some libraries build a model from a config, `type(model)(model.config)`; so does transformers. The
-config of a pruned model still has the sizes of the original. Which numbers to change is not looked
-up in a table of model families. Each number is changed in turn, a model without weights is built,
-and the tensors that become larger tell what the number stands for. The pruned shapes then give the
-new numbers by division, and a model that is built with them confirms the shapes. Numbers of heads
-may leave no trace in shapes: several configs can fit, and only outputs tell them apart.
+Libraries such as transformers build a model from a config: `type(model)(model.config)`. The config
+of a pruned model still has the original sizes. No table of architectures says which of its numbers
+to change. This module finds out by building models without weights:
+
+1. Change one number and see which sizes change. If doubling `intermediate_size` doubles axis 0 of
+   `mlp.up_proj.weight`, that size is proportional to the number.
+2. Every pruned size is then an equation for new / old of the numbers. If that axis shrank from 64
+   to 48, `intermediate_size` is multiplied by 3/4.
+3. Solve the equations, build a model with the new numbers, and check its shapes.
+
+The number of heads may not show in any shape. Then several configs fit, and only a comparison of
+outputs can choose between them (`config_proof`).
 """
 
 from __future__ import annotations
@@ -31,20 +37,21 @@ _ONE = Fraction(1)
 _FACTORS = (Fraction(2), Fraction(1, 2), Fraction(3))
 _IMPLIED = "head_dim"  # the one number that models read although their config may not have it
 _TRIED = 7200  # instead of a number that is not given; no model has it, and many numbers divide it
-_OTHER_NUMBERS = ("_id", "_ids", "_tokens")  # ends of names of numbers that are no sizes
+_OTHER_NUMBERS = ("_id", "_ids", "_tokens")  # ends of names of numbers that are not sizes
 _PER_LAYER = "per_layer_config"  # layer -> numbers that replace those of the config there
 _MOST_CONFIGS = 16
 
 
-class _Sizes(NamedTuple):
+class Sizes(NamedTuple):
     """The sizes of a model's tensors, and the integers that its modules hold."""
 
     shapes: dict[Place, int]
     attributes: dict[Place, int]
 
 
-def _sizes(model: nn.Module) -> _Sizes:
-    sizes = _Sizes({}, {})
+def sizes_of(model: nn.Module) -> Sizes:
+    """Return the sizes of a model."""
+    sizes = Sizes({}, {})
     for name, tensor in model.state_dict().items():
         sizes.shapes.update({(name, axis): size for axis, size in enumerate(tensor.shape)})
     for path, module in model.named_modules():
@@ -106,7 +113,7 @@ def parts_of(config: Config, key: Key = ()) -> Iterator[tuple[Key, Config]]:
             yield from parts_of(value, (*key, name))
 
 
-def _refusal(config: Config) -> str:
+def refusal_of(config: Config) -> str:
     """Return why a config cannot be read from a file; empty if it can."""
     try:
         type(config).from_dict(config.to_dict())
@@ -124,12 +131,12 @@ def _refusal(config: Config) -> str:
 
 @dataclass(frozen=True)
 class _Demand:
-    """What the numbers have to be multiplied by, so that a size becomes that of the pruned model.
+    """An equation for one size: the product of ratio ** power over the numbers equals `ratio`.
 
     Attributes:
         powers: The numbers that the size depends on, each with its power.
         ratio: New size / old size.
-        place: Where such a size is.
+        place: Where a size with this equation is.
     """
 
     powers: Powers
@@ -137,11 +144,40 @@ class _Demand:
     place: Place
 
     def is_met(self, ratios: Ratios) -> bool:
-        """Return whether numbers multiplied by these ratios give the size."""
+        """Return whether these ratios of the numbers solve the equation."""
         product = _ONE
         for key, power in self.powers:
             product *= ratios.get(key, _ONE) ** power
         return product == self.ratio
+
+
+class BuiltSizes:
+    """The sizes of the models that a class builds from a config with other numbers, each once.
+
+    Args:
+        model: A model of the class, with the config.
+
+    Raises:
+        PruneError: If the class cannot be built from its config.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.family, self.config = plain_class(model), model.config
+        self._known: dict[frozenset[tuple[Key, int]], Sizes | None] = {}
+        try:
+            self.before = sizes_of(without_weights(self.family, copy.deepcopy(self.config)))
+        except Exception as error:
+            raise PruneError(f"{self.family.__name__}(config) fails: {error!r}") from error
+
+    def measure(self, numbers: Mapping[Key, int]) -> Sizes | None:
+        """Return the sizes of a model that is built with other numbers, if it can be built."""
+        key = frozenset(numbers.items())
+        if key not in self._known:
+            self._known[key] = None
+            with suppress(Exception):  # the class or its config refuses these numbers
+                new = with_numbers(self.config, numbers)
+                self._known[key] = sizes_of(without_weights(self.family, new))
+        return self._known[key]
 
 
 class ConfigSearch:
@@ -149,17 +185,20 @@ class ConfigSearch:
 
     Args:
         model: A pruned model. Its `config` has the sizes of the original, or the true ones.
+        wanted: The sizes to look for, by default those of the model.
+        built: What is known about the class and the config of the model.
 
     Raises:
         PruneError: If the class does not build the layers of the model from its config.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.family, self.config, self.wanted = plain_class(model), model.config, _sizes(model)
-        try:
-            self.before = _sizes(without_weights(self.family, copy.deepcopy(self.config)))
-        except Exception as error:
-            raise PruneError(f"{self.family.__name__}(config) fails: {error!r}") from error
+    def __init__(
+        self, model: nn.Module, wanted: Sizes | None = None, built: BuiltSizes | None = None
+    ) -> None:
+        built = built or BuiltSizes(model)
+        self.family, self.config, self.measure = built.family, built.config, built.measure
+        self.before, self.wanted = built.before, wanted or sizes_of(model)
+        self.refused = ""  # why the likeliest of the configs with these sizes cannot be read
         if self.before.shapes.keys() != self.wanted.shapes.keys():
             lost = {name for name, _ in self.before.shapes.keys() ^ self.wanted.shapes.keys()}
             raise PruneError(
@@ -171,7 +210,7 @@ class ConfigSearch:
         """Yield configs that give the pruned shapes, the likeliest first.
 
         Raises:
-            PruneError: If there is none; the message says what the config cannot tell.
+            PruneError: If there is none; the message says which sizes no config can give.
         """
         if self.before.shapes == self.wanted.shapes:
             yield copy.deepcopy(self.config)
@@ -183,21 +222,16 @@ class ConfigSearch:
                 config = with_numbers(self.config, {**given, **numbers})
                 measured = self.measure({**given, **numbers})
                 if measured is not None and measured.shapes == self.wanted.shapes:
-                    fits, reason = True, _refusal(config)
+                    fits, reason = True, refusal_of(config)
+                    self.refused = self.refused or reason
                     if not reason:
                         yield config
             if fits and not reason:
                 return
         raise PruneError(reason)
 
-    def measure(self, numbers: Mapping[Key, int]) -> _Sizes | None:
-        """Return the sizes of a model that is built with other numbers, if it can be built."""
-        with suppress(Exception):  # the class or its config refuses these numbers
-            return _sizes(without_weights(self.family, with_numbers(self.config, numbers)))
-        return None
-
     def _given_numbers(self) -> Iterator[dict[Key, int]]:
-        """Yield nothing to add to the config, the numbers that it implies, and those of layers."""
+        """Yield numbers to add to the config: none, those that it implies, and those for layers."""
         yield {}
         missing = [key for key, value in values_in(self.config) if value is None]
         parts = parts_of(self.config)
@@ -223,7 +257,7 @@ class ConfigSearch:
         return {(_PER_LAYER, n, name): value for n in range(count) for name, value in read.items()}
 
     def _implied(self, key: Key) -> int | None:
-        """Return the number that makes no difference when it is given, if there is one."""
+        """Return the value that a missing number has implicitly, if there is one."""
         tried = self.measure({key: _TRIED})
         pairs = [] if tried is None else _pairs(self.before.shapes, tried.shapes)
         values = {Fraction(_TRIED * old, new) for _, old, new in pairs if old != new and new}
@@ -235,11 +269,13 @@ class ConfigSearch:
 
 
 class _Equations:
-    """What the shapes of a pruned model demand of the numbers in its config.
+    """The equations that the sizes of a pruned model give for the numbers in its config.
+
+    Equations of shapes are required; those of integer attributes are only preferred.
 
     Args:
-        search: Knows the sizes before and after.
-        given: Numbers that the config only implies.
+        search: The search, with the sizes before and after pruning.
+        given: Numbers to add to the config.
     """
 
     def __init__(self, search: ConfigSearch, given: dict[Key, int]) -> None:
@@ -267,14 +303,14 @@ class _Equations:
         return {}
 
     def _ratios(self, key: Key) -> list[Fraction]:
-        """Return by what a number may have to be multiplied; by 1 comes first."""
+        """Return the ratios new / old to try for a number; 1 comes first."""
         mine = [one.ratio for one in self.demands if key in dict(one.powers)]
-        every = mine or [one.ratio for one in self.demands]  # heads leave no trace in shapes
+        every = mine or [one.ratio for one in self.demands]  # heads show in no shape
         both = {ratio for one in every for ratio in (one, 1 / one)} - {_ONE}
         return [_ONE, *sorted(r for r in both if (self.old[key] * r).denominator == 1)]
 
     def numbers(self) -> list[dict[Key, int]]:
-        """Return the new numbers that meet all demands, those that meet most wishes first."""
+        """Return new numbers that solve the required equations; the most preferred ones first."""
         found = sorted(self._solutions({}), key=self._unmet)[:_MOST_CONFIGS]
         return [
             {key: int(self.old[key] * ratio) for key, ratio in one.items() if ratio != 1}
@@ -282,7 +318,7 @@ class _Equations:
         ]
 
     def _solutions(self, ratios: dict[Key, Fraction]) -> Iterator[dict[Key, Fraction]]:
-        """Yield the ratios that meet all demands; try the numbers one after the other."""
+        """Yield the ratios that solve the required equations; try one number after the other."""
         known = [one for one in self.demands if all(key in ratios for key, _ in one.powers)]
         if not all(one.is_met(ratios) for one in known):
             return
@@ -296,14 +332,14 @@ class _Equations:
     def _unmet(self, ratios: Ratios) -> tuple[int, int]:
         """Count the attributes that would differ, then the numbers that change.
 
-        Surgery leaves attributes alone that nothing reads, so that they tell less than shapes.
+        Surgery does not update attributes that nothing reads: shapes are more reliable.
         """
         unmet = [one.ratio for one in self.wishes if not one.is_met(ratios)]
         weighed = sum(1 if ratio == 1 else 2 for ratio in unmet)
         return weighed, sum(ratio != 1 for ratio in ratios.values())
 
     def contradiction(self) -> str:
-        """Say why no numbers meet all demands."""
+        """Say why no numbers solve the required equations."""
         seen: dict[Powers, _Demand] = {}
         for one in self.demands:
             other = seen.setdefault(one.powers, one)
@@ -317,7 +353,7 @@ def _divides(value: int, sizes: Iterable[int]) -> bool:
 
 
 def _pairs(before: Mapping[Place, int], after: Mapping[Place, int]) -> list[tuple[Place, int, int]]:
-    """Return the places that both have, with both sizes."""
+    """Return the places that both models have, with both sizes."""
     return [(place, size, after[place]) for place, size in before.items() if place in after]
 
 
@@ -331,7 +367,7 @@ def _power(old: int, new: int, factor: Fraction) -> int:
 def _demands(
     sizes: Iterable[tuple[Place, int, int]], effects: Mapping[Key, Mapping[Place, int]]
 ) -> list[_Demand]:
-    """Return what sizes demand of the numbers that they depend on; equal demands once."""
+    """Return the equations of these sizes for the numbers they depend on, without repetitions."""
     found: dict[tuple[Powers, Fraction], _Demand] = {}
     for place, old, new in sizes:
         if old > 0 and new > 0:

@@ -1,4 +1,4 @@
-"""What slices mean for torch's own modules: which attributes hold widths, and their new values.
+"""Update the attributes of torch's own modules that hold widths, such as `out_channels`.
 
 Everything here follows from the slices of a recipe. A recipe that was read from a file can
 therefore be checked against its own slices.

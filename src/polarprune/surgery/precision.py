@@ -1,9 +1,9 @@
-"""The precision in which models are compared: wide enough to tell rounding from a wrong cut.
+"""Compare models in a precision that is wide enough to distinguish rounding from a wrong cut.
 
 Two models that compute the same function differ by rounding: by about 1e-7 in float32, and by 1e-2
 in bfloat16, where a wrong cut may differ as little. So models are compared in a wider precision if
-their own is too coarse. A part that computes in float32 all the same, such as a scripted norm,
-sets the limit of the whole comparison.
+their own is too coarse. If a part still computes in float32, such as a scripted norm, the whole
+comparison is only as precise as float32.
 """
 
 from __future__ import annotations
@@ -66,6 +66,41 @@ class StaysWide(TorchFunctionMode):
         return argument
 
 
+class WidensOnReading(StaysWide):
+    """Compute in a wide precision with narrower weights: an operation converts those that it reads.
+
+    So a model need not be converted as a whole, which takes twice its memory or more.
+    """
+
+    def __torch_function__(
+        self,
+        func: TorchFunction,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        """Run one function of torch with wide tensors in place of narrower ones."""
+        name = str(getattr(func, "__name__", ""))
+        if name in _READS_NO_VALUES:
+            return self._widened(func(*args, **(kwargs or {})))
+        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        first = args[:1] if writes else ()  # it is converted when it is written to
+        args = (*first, *(tree_map_only(Tensor, self._read, one) for one in args[len(first) :]))
+        named = {key: tree_map_only(Tensor, self._read, one) for key, one in (kwargs or {}).items()}
+        return super().__torch_function__(func, types, args, named)
+
+    def _read(self, x: Tensor) -> Tensor:
+        return x.to(self.wide) if x.dtype in _NARROW[self.wide] else x
+
+
+# Functions that are cheap, or refer to a tensor: properties, sizes, memory.
+_READS_NO_VALUES = {
+    *("__get__", "__set__", "__len__", "__hash__", "__bool__", "size", "dim", "numel", "stride"),
+    *("element_size", "storage_offset", "data_ptr", "untyped_storage", "is_contiguous"),
+    *("is_floating_point", "is_complex", "requires_grad_", "get_device"),
+}
+
+
 class StaysDouble(StaysWide):
     """Compute in float64 where the model's code asks for float32, bfloat16 or float16."""
 
@@ -110,7 +145,7 @@ def computes_in_double(model: nn.Module, example: Example) -> bool:
 
 
 def check_rounded(small: nn.Module, exact: nn.Module) -> None:
-    """Raise unless the tensors of a model are the rounded ones of the model that was compared."""
+    """Raise unless the tensors of a model are those of the compared model, rounded."""
     wanted = dict(named_tensors(exact))
     for name, tensor in named_tensors(small):
         if tensor.dtype in _LOW:

@@ -6,7 +6,7 @@ outputs are compared. `export` and `compact` return a model only after this proo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -23,18 +23,10 @@ from ..tracing.mac_count import MISSING_FORMULAS
 from ..tracing.model_state import (
     Example,
     as_call,
-    named_tensors,
     restored,
     without_fused_paths,
 )
-from .other_inputs import ANOTHER_BATCH, fresh_inputs
-from .precision import (
-    StaysWide,
-    check_rounded,
-    computes_in_double,
-    in_precision,
-    is_low,
-)
+from .other_inputs import ANOTHER_BATCH
 from .repeatable_runs import repeatable
 
 
@@ -249,95 +241,6 @@ def _fused_outputs(model: nn.Module, example: Example) -> list[Tensor] | None:
         before = torch.get_rng_state()
         found = [tensor.detach() for tensor in split(model(*args, **kwargs)).read]
         return found if torch.equal(before, torch.get_rng_state()) else None
-
-
-def prove_cut(
-    gated: nn.Module,
-    small: nn.Module,
-    example: Example,
-    cut: Callable[[nn.Module], nn.Module],
-    tolerance: float = 1e-5,
-) -> dict[str, float]:
-    """Raise unless the pruned model equals the gated model.
-
-    The models are compared in their own precision first; copies in float32 are if that is bfloat16
-    or float16, and copies in float64 if all outputs are single numbers, such as a loss. If they
-    differ there, rounding may be the cause, so the gated model is converted to float64, pruned
-    again and compared once more. The limit is 1e-10 in float64, unless the model computes a part in
-    float32 even so.
-
-    Args:
-        gated: The model with gates.
-        small: The pruned model.
-        example: The inputs that both models get.
-        cut: Makes the pruned model from a gated one.
-        tolerance: The largest relative difference allowed in float32.
-
-    Returns:
-        The largest relative difference, by mode and by name of the inputs.
-
-    Raises:
-        PruneError: If the models differ in float64 too.
-    """
-    if _answers_with_scalars(gated, example):
-        return _proved_wide(gated, small, example, cut, torch.float64, tolerance)
-    if is_low(gated):
-        return _proved_wide(gated, small, example, cut, torch.float32, tolerance)
-    first = next(tensor for _, tensor in named_tensors(gated) if tensor.is_floating_point())
-    close = _DOUBLE if first.dtype == torch.float64 else tolerance
-    fused = prove_fused_paths(gated, small, example)
-    try:
-        return {**prove_equal(gated, small, example, close, fresh_inputs(example)), **fused}
-    except PruneError:
-        return {**_proved_wide(gated, small, example, cut, torch.float64, tolerance), **fused}
-
-
-def _answers_with_scalars(model: nn.Module, example: Example) -> bool:
-    """Return whether every output is one number, such as a loss.
-
-    A mean over a batch hides differences: only float64 tells a small one from rounding.
-    """
-    return all(tensor.numel() == 1 for tensor in outputs(model, example, training=False))
-
-
-_DOUBLE = 1e-10  # the largest relative difference allowed in float64
-
-
-def _proved_wide(
-    gated: nn.Module,
-    small: nn.Module,
-    example: Example,
-    cut: Callable[[nn.Module], nn.Module],
-    wide: torch.dtype,
-    tolerance: float,
-) -> dict[str, float]:
-    """Compare copies in a wider precision; from float32, go on to float64 if they differ.
-
-    The copy is pruned again, because folding the gates into the weights rounds as well.
-    """
-    exact, inputs = in_precision(gated, example, wide)
-    is_double = wide == torch.float64
-    close = _DOUBLE if is_double and _is_double_throughout(exact, inputs) else tolerance
-    again = cut(exact)
-    try:
-        with StaysWide(wide):
-            found = prove_equal(exact, again, inputs, close, fresh_inputs(inputs))
-    except PruneError:
-        if is_double:
-            raise
-        del exact, again
-        return _proved_wide(gated, small, example, cut, torch.float64, tolerance)
-    check_rounded(small, again)
-    if not is_double:
-        found |= prove_fused_paths(exact, again, inputs)
-    return {f"{mode}, in {str(wide).removeprefix('torch.')}": gap for mode, gap in found.items()}
-
-
-def _is_double_throughout(model: nn.Module, example: Example) -> bool:
-    try:
-        return computes_in_double(model, example)
-    except PruneError:  # the comparison will say so
-        return True
 
 
 def check_macs(small: nn.Module, example: Example, claimed: int) -> None:

@@ -1,4 +1,4 @@
-"""Layers that replace torch's own where these cannot work with the channels that remain.
+"""Layers that replace torch's own layers which cannot work with the remaining channels.
 
 `Constant` replaces a layer that reads or makes no channel, `ZeroChannelSafe` wraps a layer that may
 be given no channels, and `PrunedAttention` replaces an `nn.MultiheadAttention` that lost heads.

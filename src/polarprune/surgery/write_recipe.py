@@ -1,4 +1,4 @@
-"""A plan becomes a recipe. Every decision about the smaller model is made here.
+"""Turn a plan into a recipe. Every decision about the smaller model is made here.
 
 `apply` then carries the recipe out and decides nothing.
 """
@@ -44,7 +44,7 @@ def write_sizes(
 
     Args:
         model: the model to cut.
-        graph: what is known about it.
+        graph: what `trace` found.
         alive: the units that are left.
         only: the modules whose attributes are wanted; all of them by default.
     """

@@ -120,7 +120,7 @@ def is_sharded(tensor: DTensor) -> bool:
 
 
 def fsdp() -> ModuleType | None:
-    """Return the module that has `fully_shard`, or None if nobody can have called it."""
+    """Return the module that has `fully_shard`, or None if it cannot have been called."""
     return sys.modules.get(_FSDP)
 
 

@@ -105,7 +105,7 @@ class Tape:
     stored_values: list[Value] = field(default_factory=list)  # not returned, but still referenced
     sizes: SizeLog = field(default_factory=SizeLog)  # what Python code did with sizes
     example_ops: int | None = None  # the operations after these compute a token with a cache
-    generates: bool = False  # a cache that the model returned is no output
+    generates: bool = False  # a cache that the model returned is not an output
     failed_in: str | None = None  # the module in which the run raised
     has_values: bool = False  # every operation was computed, not only its shape
     needs_values: bool = False  # placeholder values reached something that depends on values
@@ -138,12 +138,20 @@ class Tape:
     def relevant_ops(self) -> list[Op]:
         """Operations that must compute the right result after a cut.
 
-        These are all operations except some whose results torch's own layers discard, as
-        `nn.MultiheadAttention` does with its attention weights.
+        These are all operations except some whose results are discarded: those that torch's own
+        layers discard, as `nn.MultiheadAttention` does with its attention weights, and elements
+        along an axis of which code reads nothing but the shape, as in `x[:, :, -1]`.
         """
+        discarded = self._unread_selections()
         return self._leading_to(
-            self.final_values, lambda op: op.module not in self.unchecked_modules
+            self.final_values,
+            lambda op: op.module not in self.unchecked_modules and op not in discarded,
         )
+
+    def _unread_selections(self) -> set[Op]:
+        """Return the operations that pick one index of an axis, and whose results nothing reads."""
+        read = {value for op in self.ops for value in op.inputs()} | self.final_values
+        return {op for op in self.ops if op.name == "select" and read.isdisjoint(op.outs)}
 
     @property
     def counted_ops(self) -> list[Op]:

@@ -1,6 +1,5 @@
-"""The pruning run: gates that close while the user trains.
+"""The pruning run: close gates while the user trains, compact the model, export the small one.
 
-In: a model, a budget and an optimizer. Out: `Pruner`, which closes gates step by step, compacts
-the model and exports the small one. It changes the user's model (gates, compaction) and the
-optimizer's state.
+In: a model, a budget and an optimizer. Out: `Pruner`, and from it the small model and a report. It
+changes the user's model (gates, compaction) and the optimizer's state.
 """

@@ -1,9 +1,9 @@
-"""The state of a pruner travels in the `state_dict` of its model.
+"""Store the state of a pruner in the `state_dict` of its model.
 
-Frameworks store the states of the model and of the optimizer, and know nothing of a pruner. Three
-hooks of the model therefore add one entry to its state dict, take it out when such a dict is
-loaded, and look at the result. Copies of the model keep the hooks, which then only let the entry
-pass: a copy has no state of its own.
+Frameworks store the states of the model and of the optimizer, and do not know about a pruner. Three
+hooks of the model therefore add one entry to its state dict, remove it when such a dict is loaded,
+and check the loaded gates. A copy of the model keeps the hooks, but they only pass the entry on: a
+copy has no state of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .state_bytes import decode, encode
 
 
 class Run(Protocol):
-    """What the hooks need of a pruning run."""
+    """The part of a pruning run that the hooks use."""
 
     def current_state(self) -> State:
         """Return the state to store."""
@@ -31,7 +31,7 @@ class Run(Protocol):
         """Return the least number of bytes of the header of the stored state."""
 
     def shared_entry(self, entry: object) -> object:
-        """Return the stored state, of another process if only that has read it."""
+        """Return the stored state, from another process if only that one has read it."""
 
     def resume(self, state: object) -> None:
         """Check a state, and continue from it."""
@@ -40,7 +40,7 @@ class Run(Protocol):
         """Compare the gates with the state after a state dict was loaded."""
 
     def add_copy(self, source: nn.Module, copy: nn.Module) -> None:
-        """Get to know a deep copy of the gated model, or of a copy of it."""
+        """Register a deep copy of the gated model, or of a copy of it."""
 
 
 class CarriedState:
@@ -71,9 +71,11 @@ class CarriedState:
     def before_load(
         self, module: nn.Module, state: dict[str, Tensor], prefix: str, *others: object
     ) -> None:
-        """Take the entry out of a state dict, and bring the model to its widths."""
+        """Remove the entry from a state dict, and give the model its widths."""
         _check_has_gates(module, state, prefix)
         entry: object = state.pop(prefix + STATE, None)
+        if entry is None and self.run is not None:
+            _check_no_wrapper(state, prefix)
         _give_all_names(module, state, prefix)
         if self.run is not None:
             entry = self.run.shared_entry(entry)
@@ -81,12 +83,12 @@ class CarriedState:
                 self.run.resume(decode(entry))
 
     def after_load(self, module: nn.Module, keys: object) -> None:
-        """Look at the gates that were loaded."""
+        """Check the gates that were loaded."""
         if self.run is not None:
             self.run.check_loaded_gates()
 
     def inert(self) -> CarriedState:
-        """Return hooks for a copy that nobody needs to know of."""
+        """Return hooks for a copy that the pruner does not follow."""
         return CarriedState(None, None, None)
 
     def leave(self, module: nn.Module) -> None:
@@ -104,7 +106,7 @@ class CarriedState:
         vars(module).pop(STATE, None)
 
     def __deepcopy__(self, memo: dict[int, object]) -> CarriedState:
-        """Return the hooks of a copy, and make the copy known to the pruner."""
+        """Return the hooks of a copy, and register the copy with the pruner."""
         original = None if self.model is None else self.model()
         run = None if self.origin is None else self.origin()
         model = memo.get(id(original))
@@ -141,6 +143,18 @@ def _check_has_gates(model: nn.Module, state: dict[str, Tensor], prefix: str) ->
             )
 
 
+def _check_no_wrapper(state: dict[str, Tensor], prefix: str) -> None:
+    """Refuse the state of a wrapper; with `strict=False`, torch would skip all of it."""
+    for key in state:
+        if key.startswith(prefix) and key.endswith(f".{STATE}"):
+            more = key.removeprefix(prefix).removesuffix(STATE)
+            raise PruneError(
+                f"load_state_dict: the names in this state begin with {more!r}, as it is of a "
+                f"wrapper of the model. Load it into the wrapper, or without that prefix. Nothing "
+                f"was changed."
+            )
+
+
 def _give_all_names(model: nn.Module, state: dict[str, Tensor], prefix: str) -> None:
     """Add the other names of gates of which a state dict has one.
 
@@ -159,7 +173,7 @@ def _give_all_names(model: nn.Module, state: dict[str, Tensor], prefix: str) -> 
 
 
 def carry_state(model: nn.Module, run: Run) -> None:
-    """Let the state dict of a model have the state of its pruner."""
+    """Make the state dict of a model contain the state of its pruner."""
     hooks = CarriedState(model, run, weakref.ref(run))
     attach_state(model, hooks)
     model.register_state_dict_post_hook(hooks)

@@ -19,7 +19,7 @@ from ..analysis.trace import changed
 from ..channels.graph import Graph
 from ..errors import PruneError
 from ..gates.gate import Gate
-from ..surgery.proof import prove_cut
+from ..surgery.cut_proof import prove_cut
 from ..tracing.copying import copy_model
 from ..tracing.model_state import Example, clear_slots, empty_slots, slots_cleared
 from ..validation.run import check_unchanged
@@ -36,9 +36,9 @@ from .rebuild import (
     ungated,
 )
 
-_FIRST = 0.125  # of the MACs: compact="auto" waits until so much was closed since the last time
+_FIRST = 0.125  # compact="auto" waits until this share of the MACs has closed since the last time
 _LAST = 0.05  # the same once the budget is met, as nothing more will close
-_WORTHWHILE = 0.02  # of all steps: by so much the remaining training must become shorter
+_WORTHWHILE = 0.02  # share of all steps that a compaction must save
 _TOLERANCE = 1e-4
 
 
@@ -78,7 +78,7 @@ class Compaction:
         self._original: nn.Module | None = None
 
     def original(self, small: nn.Module | None = None) -> nn.Module:
-        """Return a skeleton of the model as wide as it was before the first compaction.
+        """Return a skeleton of the model with its widths before the first compaction.
 
         `small` is a copy without gates, if the caller has one.
         """
@@ -93,7 +93,7 @@ class Compaction:
         drop_parameters(optimizer, {id(tensor) for tensor in held if tensor is not None})
 
     def rebuild(self, alive: Tensor) -> Rebuild:
-        """Plan how to bring the model to these units."""
+        """Plan how to cut the model to these units."""
         return Rebuild(self.original(), self.graph, self.present, alive)
 
     def pays(self, macs: float, steps_left: int, steps: int, landed: bool) -> bool:
@@ -109,12 +109,12 @@ class Compaction:
         return due and closed * steps_left >= _WORTHWHILE * steps
 
     def try_to(self, compact: Callable[[], None]) -> None:
-        """Compact; if that is refused, continue without: a refusal must not end a training."""
+        """Compact; if that is refused, warn and continue without compaction."""
         try:
             compact()
         except PruneError as error:
             self.gave_up = True
-            warnings.warn(f'compact="auto" is given up: {error}', stacklevel=2)
+            warnings.warn(f'compact="auto" is turned off: {error}', stacklevel=2)
 
     def check(
         self,
@@ -154,13 +154,13 @@ class Compaction:
     def _prove(self, rebuild: Rebuild, example: Example) -> None:
         """Compact a copy and compare it with the model."""
 
-        def compacted(gated: nn.Module) -> nn.Module:
-            trial = copy_model(gated)
+        def compacted(gated: nn.Module, copied: bool) -> nn.Module:
+            trial = copy_model(gated) if copied else gated
             rebuild.gated(trial, gates_in(trial, self.model, self.gates))
             return trial
 
         with slots_cleared(self.slots):
-            prove_cut(self.model, compacted(self.model), example, compacted, _TOLERANCE)
+            prove_cut(self.model, compacted(self.model, True), example, compacted, _TOLERANCE)
 
     def apply(
         self, rebuild: Rebuild, optimizers: Sequence[Optimizer], copies: Sequence[nn.Module]

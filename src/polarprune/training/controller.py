@@ -1,10 +1,16 @@
-"""Decide which gates close next, so that the cost follows its path down to the budget.
+"""Choose the gates that close next, and how fast they shrink, in place of a fixed λ.
 
 The host calls the controller a few hundred times in a run. A gate takes a fixed number of steps to
-close (`Schedule.window`). At every call the controller compares the cost that the model will have
-after that time with the path of the schedule, and selects the gates that must close to stay on it.
-It selects the channels with the least worth to the loss per unit of cost. Selected gates shrink by
-a constant amount in every step; the loss trains all the others freely.
+close (`Schedule.window`). At every call the controller
+
+1. predicts the cost when the gates that shrink now have closed,
+2. compares it with the cost that the schedule prescribes one window from now,
+3. selects gates to make up the difference, those with the least worth to the loss per unit of cost,
+4. lets these shrink by |α| / window in every step. The loss trains all other gates as usual.
+
+Example: the window is 50 steps, and the schedule prescribes 80 % of the MACs for step 350. At step
+300 the gates that shrink now lead to 82 %. So gates with 2 % of the MACs are selected. If α is 1,
+it shrinks by 0.02 in each of the next 50 steps.
 """
 
 from __future__ import annotations
@@ -31,7 +37,7 @@ class Controller:
         self.budget, self.schedule, self.steps = budget, schedule, steps
 
     def shrink_rates(self, step: int, alpha: Tensor, worth: Tensor, rates: Tensor) -> Tensor:
-        """Return how much each gate shrinks in every following step; 0 leaves it to the loss.
+        """Return how much each gate shrinks in every following step; 0 if only the loss moves it.
 
         Args:
             step: the number of steps done.
@@ -51,7 +57,7 @@ class Controller:
         return torch.where(closing, (1 + _MARGIN) * alpha.abs() / duration, rates)
 
     def _due(self, step: int, alpha: Tensor, worth: Tensor) -> Tensor:
-        """Return a mask of the gates that must be closed at `step` to be on the path.
+        """Return a mask of the gates that must be closed at `step` for the cost to be on the path.
 
         Before the landing, no gate closes that would bring the cost below the budget.
         """
@@ -69,8 +75,8 @@ class Controller:
     def _nearest(self, n: Tensor, blocks: Blocks, target: float) -> int:
         """Return how many blocks to close so that the cost is as near to its path as possible.
 
-        The last block crosses the path. An expensive channel would cross it by points, so that
-        block waits if the cost is nearer to the path without it.
+        The last block crosses the path. An expensive channel may cross it by several percent, so
+        that block waits if the cost is nearer to the path without it.
         """
         count = self.budget.needed(n, blocks, target)
         if count == 0 or self.budget.is_coarse:

@@ -1,10 +1,10 @@
 """Copies of the gated model, such as averages of its weights.
 
-Who makes a deep copy of a gated model need not tell: the hooks of its state dict do
-(`CarriedState`). A copy whose gates are changed from outside is an average in the making. An
-average of α would be a half-open gate, and an average of ε wrong, so such copies follow α and ε of
-the model after every step; their next update then averages equal values. A copy that nobody changes
-is a snapshot, and stays as it is.
+A deep copy of a gated model registers itself with the pruner, by the hooks of its state dict
+(`CarriedState`). A copy whose gates are changed from outside is a running average. An average of α
+would be a half-open gate, and an average of ε would be wrong. So such copies get α and ε of the
+model after every step, and their next update averages equal values. A copy that nothing changes is
+a snapshot, and is left as it is.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Copy:
     """A deep copy of the gated model.
 
     Args:
-        model: the copy, which may be under construction still.
+        model: the copy, which may still be under construction.
         seen: α of its gates.
     """
 
@@ -49,7 +49,7 @@ class Copy:
         return self._gates
 
     def follow(self, mine: list[Gate], theirs: list[Gate]) -> None:
-        """Take over α and ε of the original if α was changed. The device is not waited for."""
+        """Copy α and ε of the original if α was changed, without waiting for the device."""
         alpha = _joined(mine)
         seen = self.seen.to(alpha)
         if seen.shape == alpha.shape:  # else it was compacted in between
@@ -66,7 +66,7 @@ def _joined(gates: list[Gate]) -> Tensor:
 
 
 class Copies:
-    """All copies that a pruner knows of.
+    """All registered copies of the gated model of a pruner.
 
     Args:
         model: the gated model.
@@ -82,14 +82,14 @@ class Copies:
         self._found: list[Copy] = []
 
     def add(self, source: nn.Module, copy: nn.Module) -> None:
-        """Get to know a deep copy of the gated model, or of a copy of it."""
+        """Register a deep copy of the gated model, or of a copy of it."""
         alpha = _joined(list(gates_in(source, self.model, self.gates).values()))
         self._found = [one for one in self._found if one.model() is not None]
         self._found.append(Copy(copy, alpha))
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Let averages have α and ε of the model."""
+        """Copy α and ε of the model into averages."""
         own = list(self.gates.values())
         for one in self._found:
             mine = one.gates(self.model, self.gates)
@@ -103,7 +103,7 @@ class Copies:
             given: copies that the user names; by default those in `named`.
             snapshots: also cut copies that were never changed.
         """
-        self.follow()  # an average that was updated since the last step is known then
+        self.follow()  # finds averages that were updated since the last step
         told = [gated_part(one) for one in checked_copies(self.named if given is None else given)]
         found = [
             model
@@ -114,10 +114,10 @@ class Copies:
         return list({id(one): one for one in [*told, *found]}.values())
 
     def with_own_gates(self, average: nn.Module) -> nn.Module:
-        """Return a copy of a copy of the gated model that has α and ε of the model.
+        """Return a copy of an average, with α and ε of the model.
 
         Raises:
-            PruneError: if it is no copy of the gated model.
+            PruneError: if it is not a copy of the gated model.
         """
         copy = gated_part(average) if isinstance(average, nn.Module) else average
         check_copy("export", copy, self.model)

@@ -10,14 +10,14 @@ from ..channels.graph import Graph
 from ..cost.budget import Budget
 from .schedule import Schedule
 
-_LAG = 0.1  # of the way to the budget: a run this far behind its path is reported
-_BLOCKS = 4  # so many of the costliest channels or blocks may be missing all the same
-_PATIENCE = 3  # looks in a row
+_LAG = 0.1  # warn of a run that is behind its path by this share of the way to the budget
+_BLOCKS = 4  # this many of the costliest channels or blocks may be missing without a report
+_PATIENCE = 3  # checks in a row
 _OVER = 0.02  # of the highest learning rate: schedulers go below that at the end of a training
 
 
 class CourseCheck:
-    """Compares a run with its path, its budget and its learning rate at every look.
+    """Compares a run with its path, its budget and its learning rate at every check of the gates.
 
     Args:
         graph: the groups of channels.
@@ -41,11 +41,11 @@ class CourseCheck:
         self.graph, self.budget, self.schedule = graph, budget, schedule
         self.steps, self.deadline, self.timed = steps, deadline, timed
         self._highest_rate = 0.0
-        self._late_looks = 0
+        self._late_checks = 0
         self._warned = False
 
     def __call__(self, step: int, n: Tensor, rate: float, *, landed: bool) -> None:
-        """Warn if this look at the gates shows a problem, unless a warning was given before.
+        """Warn if this check of the gates shows a problem, unless a warning was given before.
 
         Args:
             step: the number of steps done.
@@ -69,7 +69,7 @@ class CourseCheck:
         if self.timed or float(self.budget.excess(n)) <= 0:
             return ""
         return (
-            f"the budget was met, but {self._left(n)} of the MACs are there again: gates were "
+            f"the budget was met, but {self._left(n)} of the MACs are back: gates were "
             f"changed from outside. Load the pruner's state with the weights"
         )
 
@@ -94,8 +94,8 @@ class CourseCheck:
         planned = way * self.schedule.path(step, self.steps)
         late = missing - planned > _LAG * way
         late = late and missing - planned > _BLOCKS * float(self.budget.savings(n).max())
-        self._late_looks = self._late_looks + 1 if late else 0
-        if self._late_looks < _PATIENCE:
+        self._late_checks = self._late_checks + 1 if late else 0
+        if self._late_checks < _PATIENCE:
             return ""
         return (
             f"the cost does not follow its path: {self._left(n)} of the MACs are left, and the "

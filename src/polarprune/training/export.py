@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from ..analysis.trace import changed
 from ..channels.graph import Graph, plan_of
-from ..surgery.config_proof import tell_sizes
-from ..surgery.proof import check_macs, example_for, prove_cut
+from ..surgery.config_proof import update_config
+from ..surgery.cut_proof import prove_cut
+from ..surgery.proof import check_macs, example_for
 from ..tracing.model_state import Example, named_tensors, slots_cleared
 from ..validation.run import check_minimum
 from .compaction import Compaction
@@ -21,7 +22,7 @@ class Exporter:
     """Cuts copies of the gated model by the plan of its gates.
 
     Args:
-        compaction: knows the model and the channels that it still has.
+        compaction: holds the model and the channels that it still has.
         trace_again: traces a model as the pruner did.
     """
 
@@ -30,14 +31,16 @@ class Exporter:
     ) -> None:
         self.compaction, self.trace_again = compaction, trace_again
 
-    def cut(self, gated: nn.Module, alive: Tensor, example: Example) -> nn.Module:
-        """Return what remains of a gated model, without gates.
+    def cut(
+        self, gated: nn.Module, alive: Tensor, example: Example, *, copied: bool = True
+    ) -> nn.Module:
+        """Return what remains of a gated model, without gates; `copied=False` uses up the model.
 
         A model whose plain attributes changed since it was traced is traced again; after a
         compaction that is too late, and `compact` has refused it.
         """
         compaction, graph = self.compaction, self.compaction.graph
-        small = ungated(gated, graph)
+        small = ungated(gated, graph, copied=copied)
         if compaction.count == 0 and changed(graph, small, compaction.present):
             here = example_for(example, _weight(small), _weight(compaction.model).dtype)
             plan, graph = plan_of(graph, alive), self.trace_again(small, here)
@@ -50,10 +53,10 @@ class Exporter:
         return small
 
     def exported(self, gated: nn.Module, alive: Tensor, example: Example) -> nn.Module:
-        """Return what remains of a gated model; its config tells its sizes, if it has one."""
+        """Return what remains of a gated model. If it has a config, that gets the new sizes."""
         with slots_cleared(self.compaction.slots):
             small = self.cut(gated, alive, example)
-            tell_sizes(small, example)
+            update_config(small, example)
         return small
 
     def proved(
@@ -65,7 +68,7 @@ class Exporter:
                 gated,
                 small,
                 example,
-                lambda double: self.cut(double, alive, example),
+                lambda wide, copied: self.cut(wide, alive, example, copied=copied),
             )
         if not self.compaction.graph.tapes[0].depends_on_data:
             check_macs(small, example, macs)
@@ -73,5 +76,5 @@ class Exporter:
 
 
 def _weight(model: nn.Module) -> Tensor:
-    """Return a weight of the model, which tells its device and precision."""
+    """Return a weight of the model, to read its device and precision from."""
     return next(tensor for _, tensor in named_tensors(model) if tensor.is_floating_point())

@@ -27,7 +27,7 @@ def weight_groups(
     Args:
         model: the gated model.
         gates: α of all gates.
-        options: of every group, such as the learning rate.
+        options: options of every group, such as the learning rate.
         no_decay: what gets a group of its own, without weight decay (see `Pruner.param_groups`).
 
     Returns:
@@ -54,7 +54,7 @@ def _not_decayed(weights: list[tuple[str, nn.Parameter]], no_decay: NoDecay) -> 
         if not found:
             raise PruneError(
                 f"param_groups: no parameter matches no_decay={pattern!r}. Names are those of "
-                f"model.named_parameters() before the Pruner was built, as '*.bias'."
+                f"model.named_parameters() before the Pruner was built, such as '*.bias'."
             )
         spared |= found
     return spared

@@ -1,8 +1,9 @@
 """The processes that train one model together, with DistributedDataParallel or `fully_shard`.
 
-Every process steers its own pruner. All take the same decisions, because everything that decides is
-equal in all of them: the gates, their averaged gradients, and the number of steps. That is checked
-before the first step, and what may differ, such as a proof on an example, is agreed upon.
+Every process has its own pruner. All of them make the same decisions, because these depend only on
+values that are equal in all processes: the gates, their averaged gradients, and the number of
+steps. This is checked before the first step. Where results may differ, as in a proof on an example,
+the processes exchange them and act alike.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ T = TypeVar("T")
 
 
 class Processes:
-    """What a pruner has to know of the other processes, if there are any.
+    """What a pruner has to know about the other processes, if there are any.
 
     Args:
         model: the model of the pruner.
@@ -106,7 +107,7 @@ class Processes:
         return result[0]
 
     def shared(self, entry: object) -> object:
-        """Return what all processes load into a sharded model, be it given in one of them only.
+        """Return what all processes load into a sharded model, even if only one of them has it.
 
         `broadcast_from_rank0` of `torch.distributed.checkpoint` passes on parameters and buffers.
         """

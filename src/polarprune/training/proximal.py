@@ -72,7 +72,7 @@ def prox_l0(
     sweeps: int = 1,
     start: Tensor | None = None,
 ) -> Tensor:
-    """The same sweeps with the ℓ0 norm as it is: large entries do not move, small ones vanish."""
+    """The same sweeps with the ℓ0 norm itself: large entries do not move, small ones become 0."""
     current = alpha if start is None else start
     for _ in range(sweeps):
         beta = scale * prices(widths(current, owner, len(b)), q, b)

@@ -34,7 +34,13 @@ from ..validation.arguments import (
 )
 from ..validation.optimizers import check_gates, check_known, check_rates, raw_optimizers
 from ..validation.pruner_state import State, check_state
-from ..validation.run import check_done, check_finite, check_weights, warn_of_early_export
+from ..validation.run import (
+    check_done,
+    check_finite,
+    check_step_by_hand,
+    check_weights,
+    warn_of_early_export,
+)
 from .parameter_groups import NoDecay, ParameterGroup, weight_groups
 from .rebuild import check_held
 from .run import PruningRun
@@ -47,36 +53,32 @@ class Pruner(PruningRun):
     Args:
         model: the model to prune. It gets gates, in place. It may be sharded by `fully_shard`.
         example_inputs: what `model(...)` takes: a tensor, or a tuple or dict of arguments.
-        macs: budget for the MACs, as a fraction of the original (0.5 is half). It is met at the end
-            and never exceeded.
+        macs: budget for the MACs, as a fraction of the original, met at the end, never exceeded.
         params: the same for the parameters. Budgets can be combined.
         latency: the same for the time of a forward pass in eval mode, measured on the example
             and on its device. An export that takes over 5 % more is refused.
         lam: the paper's plain mode instead of a budget: a fixed λ, with no ratio set in advance.
         steps: the number of optimizer steps of the training.
         keep: patterns of module names whose channels are frozen.
-        multiple_of: every kept width is a multiple of this number. "auto" means 8 in groups of at
-            least 64 channels, because CPUs, GPUs and ONNX Runtime are slow with odd widths, and 1
-            in narrower groups; with `lam`, which is the paper's, it means 1 everywhere.
-        min_channels: how many channels every group keeps at least; with 0, whole branches may go.
+        frozen: names of groups that are frozen, each with the reason (`folder_settings` gives it).
+        multiple_of: every kept width is a multiple of this number. "auto": 8 in groups of at least
+            64 channels, because odd widths are slow; 1 in narrower groups, and with `lam`.
+        min_channels: the least channels that a group keeps; with 0, whole branches may be removed.
         uniform: True: groups at the same position of repeated blocks keep the same number of
-            channels or heads, not necessarily the same ones. Or patterns of names of groups: those
-            that match one pattern, and are equally wide, stay so. `graph.families` lists them.
+            channels or heads. Or patterns of names: equally wide groups that match one stay so.
         schedule: how ε and the cost decrease over the steps.
         rules: rules for unknown operations, `{torch.ops.…: rule}` (see `polarprune.rules`).
         norms: make channels prunable that layer, RMS and group norms mix (see `trace`).
-        compact: "auto" calls `compact()` whenever an eighth of the MACs has closed, as long as
-            enough steps remain. Steps and MACs decide, never a clock.
+        compact: "auto" calls `compact()` whenever an eighth of the MACs has closed, if that pays.
 
     Attributes:
         gates: the gate of each prunable group, by group name.
         graph: what `trace` found.
-        history: one row for every look at the gates (docs/trainers.md lists the keys).
+        history: one row for every check of the gates on the host (docs/trainers.md lists the keys).
         watchers: functions that are called with every new row of `history`.
         landing: the gates and the share of the MACs that were closed at once at the deadline.
         proof: the largest difference that the last `export` found, for every mode.
-        copies: copies of the gated model, such as averaged weights, that `compact` cuts besides
-            those that it finds: deep copies that were updated since.
+        copies: copies of the gated model that `compact` cuts besides the averages that it finds.
 
     Raises:
         PruneError: if an argument is wrong, the model cannot be traced, no channel is prunable, or
@@ -85,9 +87,8 @@ class Pruner(PruningRun):
     Example:
         >>> import torch
         >>> import polarprune as pp
-        >>> model = torch.nn.Sequential(
-        ...     torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4)
-        ... )
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
         >>> x = torch.randn(16, 8)
         >>> pruner = pp.Pruner(model, x, macs=0.5, steps=50)
         >>> optimizer = torch.optim.SGD(pruner.param_groups(lr=0.1), momentum=0.9)
@@ -111,6 +112,7 @@ class Pruner(PruningRun):
         lam: float | None = None,
         steps: int,
         keep: str | Iterable[str] = (),
+        frozen: Mapping[str, str] | None = None,
         multiple_of: int | str = "auto",
         min_channels: int = 0,
         uniform: bool | str | Iterable[str] = False,
@@ -125,7 +127,7 @@ class Pruner(PruningRun):
         limits = check_settings(wanted, lam, steps, multiple_of, compact, keep)
         same = plain_uniform(uniform, lam)
         trace = partial(survey, keep=keep, rules=rules, norms=norms, min_channels=min_channels)
-        trace = partial(trace, compare_outputs=True, uniform=same)
+        trace = partial(trace, compare_outputs=True, uniform=same, frozen=frozen)
         super().__init__(
             model,
             own_copy(example_inputs),  # the user may overwrite theirs
@@ -150,14 +152,14 @@ class Pruner(PruningRun):
             lr: the learning rate of the weights. Gates learn with a tenth of it.
             weight_decay: of the weights; by default what the optimizer uses. Gates have none.
             no_decay: parameters without weight decay: True for biases and the parameters of norms
-                (all with fewer than two dimensions), or patterns of names, as ["*.bias"].
+                (all with fewer than two dimensions), or patterns of names, such as ["*.bias"].
             **kw: other options of the groups.
 
         Returns:
             Two groups, weights first and gates last; between them the weights without decay.
 
         Raises:
-            PruneError: if a rate is not a finite number from 0 on, or a pattern matches nothing.
+            PruneError: if a rate is negative or not finite, or a pattern matches nothing.
 
         Example:
             >>> optimizer = torch.optim.SGD(pruner.param_groups(lr=0.1, weight_decay=5e-4))
@@ -171,11 +173,11 @@ class Pruner(PruningRun):
         return [*weights, {**kw, "params": alphas, "lr": gate_lr, "weight_decay": 0.0}]
 
     def attach(self, optimizer: Optimizer, *others: Optimizer) -> None:
-        """Move the gates after every real step of this optimizer.
+        """Move the gates after every step that this optimizer takes.
 
         Args:
             optimizer: holds the gates. A wrapper with a torch optimizer as `.optimizer`, such as
-                accelerate's, will do.
+                accelerate's, works too.
             *others: optimizers of other parameters; `compact` cuts their state, too.
 
         Raises:
@@ -199,25 +201,24 @@ class Pruner(PruningRun):
         optimizer.register_step_post_hook(lambda opt, args, kw: self._after_step(opt))
 
     def step(self) -> None:
-        """Move the gates by one step; `attach` calls this after every optimizer step.
+        """Move the gates by one step, after an optimizer step. Not needed after `attach`.
 
         After the announced number of steps, it warns once and leaves the gates as they are.
 
         Raises:
-            PruneError: if gates are NaN or infinite, or parts of different checkpoints were loaded.
+            PruneError: if an optimizer is attached, gates are not finite, or checkpoints are mixed.
 
         Example:
             >>> optimizer.step()
             >>> pruner.step()  # only if the optimizer is not attached
         """
+        check_step_by_hand(self._optimizer, rate_known=self.lam is None or self._lr is not None)
+        self._move_gates()
+
+    def _move_gates(self) -> None:
         self._step_check(self.step_count)  # where attached, the optimizer was compared before
         if self._hold_if_done():
             return
-        if self.lam is not None and self._optimizer is None and self._lr is None:
-            raise PruneError(
-                "step: with lam= the pruner has to know the gates' learning rate: build the "
-                "optimizer with pruner.param_groups(lr=...), and attach it."
-            )
         captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if not captured:
             self._check_gates_if_due()
@@ -247,7 +248,7 @@ class Pruner(PruningRun):
     def _after_step(self, optimizer: Optimizer) -> None:
         skipped = bool(getattr(optimizer, "found_inf", None))  # by a fused optimizer itself
         if not skipped and not only_makes_state(optimizer):
-            self.step()
+            self._move_gates()
 
     # --- the state of the run ---------------------------------------------------------------------
 
@@ -321,7 +322,7 @@ class Pruner(PruningRun):
     ) -> nn.Module:
         """Return a new, plain, small model that computes the same function as the gated one.
 
-        The gated model stays as it is. If `fully_shard` spread it over processes, all of them must
+        The gated model is not changed. If `fully_shard` spread it over processes, all of them must
         call this.
 
         Args:
@@ -337,7 +338,7 @@ class Pruner(PruningRun):
 
         Raises:
             PruneError: if the budget is not met yet, weights are NaN or infinite, the small model
-                differs, or `model` is no copy of the gated one.
+                differs, or `model` is not a copy of the gated one.
 
         Example:
             >>> small = pruner.export()
@@ -381,8 +382,8 @@ class Pruner(PruningRun):
     def load_state_dict(self, state: State) -> None:
         """Resume from the state that `state_dict` returned.
 
-        Loading the model's own state does that, too. Otherwise load this one first: after a
-        `compact()` it brings the model to the widths that the other states have.
+        Loading the model's own state does the same. Otherwise load this state before those of the
+        model and the optimizer: after a `compact()` it gives the model the widths that these have.
 
         Args:
             state: what `state_dict` returned in a run with the same model and settings.

@@ -1,4 +1,4 @@
-"""Bring a model in training to other widths, in place.
+"""Cut a model to other widths while it trains, in place.
 
 A small model is cut from a skeleton: a copy of the original without memory for its weights. The
 model in training then takes over its structure. Modules that remain stay the same objects, with
@@ -32,9 +32,12 @@ from ..tracing.copying import copy_model
 from ..tracing.model_state import named_tensors
 
 
-def ungated(model: nn.Module, graph: Graph) -> nn.Module:
-    """Return a copy with plain weights: gates and parametrizations are folded into them."""
-    return without_computed_weights(plain(model), graph.forward_weights)
+def ungated(model: nn.Module, graph: Graph, *, copied: bool = True) -> nn.Module:
+    """Return a copy with plain weights: gates and parametrizations are folded into them.
+
+    With `copied=False` the model itself is used up.
+    """
+    return without_computed_weights(plain(model, copied=copied), graph.forward_weights)
 
 
 def skeleton(model: nn.Module) -> nn.Module:
@@ -49,7 +52,7 @@ def skeleton(model: nn.Module) -> nn.Module:
 
 
 class Rebuild:
-    """Brings models from the units `before` to the units `after`.
+    """Cuts models that have the units `before` to the units `after`.
 
     This is the only way in which `Pruner` cuts a model, in `compact` and in `export`.
 
@@ -145,7 +148,7 @@ def same_shapes(one: nn.Module, other: nn.Module) -> bool:
 
 
 def check_copy(where: str, copy: object, model: nn.Module) -> None:
-    """Refuse what is no copy of the gated model."""
+    """Refuse anything that is not a copy of the gated model."""
     if not isinstance(copy, nn.Module) or not same_shapes(copy, model):
         raise PruneError(
             f"{where}: {type(copy).__name__} is not a copy of the gated model as it is now. Copy "

@@ -64,7 +64,8 @@ class PruningRun:
         lam: λ of the paper's plain mode, or None.
         steps: the number of optimizer steps.
         multiple_of: every kept width is a multiple of this number; "auto" depends on the group.
-        uniform: True, or patterns of groups that keep equally many channels (`trace` knows, too).
+        uniform: True, or patterns of groups that keep equally many channels (already given to
+            `trace`).
         compacts: compact the model automatically.
     """
 
@@ -105,7 +106,7 @@ class PruningRun:
         self._others: tuple[Optimizer, ...] = ()
         self._lr: float | None = None
         self._step_check, self._warned = StepCheck(), False
-        self._steering.look(0.0)
+        self._steering.check(0.0)
         carry_state(model, self)
 
     def _build_budget(self, model: nn.Module) -> None:
@@ -172,7 +173,7 @@ class PruningRun:
         return True
 
     def _finish_step(self, compact: Callable[[], None]) -> None:
-        """Count the step, look at the gates if it is time, and compact if that pays."""
+        """Count the step, check the gates if that is due, and compact if that saves time."""
         due = self._steering.count_step(float(self._gate_lr()))
         self._note_step()
         if due:
@@ -199,7 +200,7 @@ class PruningRun:
         raise AssertionError("attach made sure that the optimizer holds the gates")
 
     def _before_step(self, optimizer: Optimizer | None = None) -> None:
-        """Refuse a step with parts of different checkpoints, or with unlike processes."""
+        """Refuse a step if parts of different checkpoints were loaded, or if processes differ."""
         if optimizer is not None and only_makes_state(optimizer):
             return
         group = None if self._optimizer is None else self._gate_group(self._optimizer)
@@ -230,7 +231,7 @@ class PruningRun:
 
     @property
     def history(self) -> list[Row]:
-        """One row for every look at the gates."""
+        """One row for every check of the gates on the host."""
         return self._steering.progress.history
 
     @property
@@ -277,7 +278,7 @@ class PruningRun:
         return example_for(self.example, self._weight(model), self._traced_dtype)
 
     def _weight(self, model: nn.Module | None = None) -> Tensor:
-        """Return one of the model's weights, which tells its device and precision."""
+        """Return one of the model's weights, to read its device and precision from."""
         mine = {id(alpha) for alpha in self._stepper.alphas}
         weights = [p for p in (model or self.model).parameters() if p.is_floating_point()]
         return next((p for p in weights if id(p) not in mine), self._flat())
@@ -356,7 +357,7 @@ class PruningRun:
         return size_of_header(self.current_state(), self._steering.most_rows)
 
     def shared_entry(self, entry: object) -> object:
-        """Return the stored state, of another process if only that has read it."""
+        """Return the stored state, from another process if only that one has read it."""
         return self._processes.shared(entry)
 
     def resume(self, state: object) -> None:
@@ -369,7 +370,7 @@ class PruningRun:
         self._step_check.gates_loaded(own=self._stepper.has_own_gates())
 
     def add_copy(self, source: nn.Module, copy: nn.Module) -> None:
-        """Get to know a deep copy of the gated model, or of a copy of it."""
+        """Register a deep copy of the gated model, or of a copy of it."""
         self._compaction.copies.add(source, copy)
 
     def _restore(self, state: State) -> None:

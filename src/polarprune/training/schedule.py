@@ -15,9 +15,9 @@ from ..validation.numbers import is_number
 class Schedule:
     """How ε decays, how the cost decreases, and how gates move.
 
-    ε(t) = eps_start · (eps_end / eps_start)^(t / steps); the paper's three recipes all end near
+    ε(t) = eps_start · (eps_end / eps_start)^(t / steps); the paper's three experiments all end near
     5e-8. With a budget, the cost follows half a cosine from `start` to `done` and has reached the
-    budget then; the rest of the training is left to the weights. With `lam=`, the proximal step
+    budget then; the rest of the training only adapts the weights. With `lam=`, the proximal step
     shrinks all gates until the end.
 
     Args:
@@ -115,7 +115,7 @@ class Schedule:
                 object.__setattr__(self, name, int(value) if name in _INTEGERS else float(value))
 
     def eps(self, step: int, steps: int) -> float:
-        """Return ε after so many steps."""
+        """Return ε after this many steps."""
         step = min(step, steps)
         if self.decay:
             return self.eps_start * self.decay ** (step // self.every)

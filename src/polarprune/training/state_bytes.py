@@ -27,7 +27,7 @@ _TYPES = {
 
 
 def encode(state: State, device: torch.device, least: int = 0) -> Tensor:
-    """Return a state as a vector of bytes on a device, the header with `least` bytes or more."""
+    """Return a state as a vector of bytes on a device, with a header of at least `least` bytes."""
     tensors: list[Tensor] = []
     plain = json.dumps(_without_tensors(state, tensors), separators=(",", ":"))
     header: dict[str, object] = {"__metadata__": {_NAME: plain}}

@@ -1,7 +1,7 @@
-"""Count the steps of a run, and look at the gates now and then on the host.
+"""Count the steps of a run, and check the gates on the host at regular steps.
 
-At every look, gates that lost their meaning are closed, the controller selects the gates that close
-next, and a row is added to the history. At the deadline the budget is met for good.
+At every check, channels that only closed channels read are closed, the controller selects the gates
+that close next, and a row is added to the history. At the deadline the budget is met for good.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .course_check import CourseCheck
 from .schedule import Schedule
 from .stepper import Stepper
 
-_LOOKS = 400  # in one run, at most
+_CHECKS = 400  # in one run, at most
 _BINS = 20
-Row = dict[str, Any]  # what one look at the gates found
+Row = dict[str, Any]  # what one check of the gates found
 _LARGE_LANDING = 0.005  # share of the MACs that may close at once without a warning
 
 
@@ -37,7 +37,7 @@ class Progress:
         step: optimizer steps done.
         landed: whether the budget is met for good.
         landing: the gates and the share of the MACs that were closed at once at the deadline.
-        history: one row for every look at the gates.
+        history: one row for every check of the gates.
     """
 
     step: int = 0
@@ -47,7 +47,7 @@ class Progress:
 
 
 class Steering:
-    """Keep a run on its way to the budget.
+    """Steer a run to its budget.
 
     Args:
         graph: the groups of channels.
@@ -79,7 +79,7 @@ class Steering:
         self.progress = Progress()
         self.watchers: list[Callable[[Row], object]] = []
         self._controller = Controller(budget, schedule, steps)
-        self._every = max(1, steps // _LOOKS)
+        self._every = max(1, steps // _CHECKS)
         self._check_course = CourseCheck(
             graph, budget, schedule, steps, deadline=self.deadline, timed=stopwatch is not None
         )
@@ -96,22 +96,22 @@ class Steering:
 
     @property
     def is_due(self) -> bool:
-        """True if the host looks at the gates after the step that is under way."""
+        """True if the host checks the gates after the present step."""
         step = self.progress.step + 1
         return step in (self.schedule.deadline(self.steps), self.steps) or step % self._every == 0
 
     def count_step(self, gate_lr: float) -> bool:
-        """Count a step; look at the gates if it is time, and return whether it was."""
+        """Count a step; check the gates if that is due, and return whether it was."""
         due = self.is_due
         self.progress.step += 1
         self.stepper.set_step(self.progress.step)
         if due:
-            self.look(gate_lr)
+            self.check(gate_lr)
         return due
 
     @torch.no_grad()
-    def look(self, gate_lr: float) -> None:
-        """Look at the gates: land if it is time, select what closes next, and record a row."""
+    def check(self, gate_lr: float) -> None:
+        """Check the gates: land if that is due, select what closes next, and record a row."""
         alpha = self.stepper.last().double().cpu()
         if self.lam is None and self.progress.step >= self.deadline:
             alpha = alpha if self.progress.landed else self._land(alpha)
@@ -150,7 +150,7 @@ class Steering:
         return alpha
 
     def _land(self, alpha: Tensor) -> Tensor:
-        """Close what is still missing to the budget; warn if that is more than a few channels."""
+        """Close the channels that are still above the budget; warn if these are more than a few."""
         before = self.graph.cost.share(self.budget.widths(alpha))["macs"]
         landed = (self.stopwatch or self.budget).land(alpha, self.stepper.worth.cpu())
         removed = before - self.graph.cost.share(self.budget.widths(landed))["macs"]

@@ -1,7 +1,7 @@
 """Check before a step that model, pruner and optimizer continue from the same checkpoint.
 
 The parameter group of the gates holds the number of the step as one of its options, so that the
-state of the optimizer has it, too. Options that an optimizer does not know are kept by torch.
+state of the optimizer has it, too. torch keeps options that an optimizer does not know.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StepCheck:
         if self._foreign_gates:
             raise PruneError(
                 f"step: gates were loaded into the model without the pruner's state of the same "
-                f"moment, which model.state_dict() has had as 'polarprune_state'. Load that whole "
+                f"moment, which model.state_dict() contains as 'polarprune_state'. Load that whole "
                 f"dict, or call pruner.load_state_dict(state) with what pruner.state_dict() "
                 f"returned then; {_ACCEPT}. Nothing was changed."
             )
@@ -49,7 +49,7 @@ class StepCheck:
         self._awaits_optimizer = False
 
     def attached(self, group: ParameterGroup, step: int) -> None:
-        """Take note of an optimizer, whose state may have been loaded already."""
+        """Note that an optimizer was attached, whose state may have been loaded already."""
         group.setdefault(_STEP, 0 if self._awaits_optimizer else step)
 
     def model_loaded(self) -> None:
@@ -57,7 +57,7 @@ class StepCheck:
         self._awaits_optimizer = True
 
     def gates_loaded(self, *, own: bool) -> None:
-        """Take note of gates that were loaded, and whether they are those of the state."""
+        """Note whether the gates that were loaded are those of the pruner's state."""
         self._foreign_gates = not own
 
     def accept(self) -> None:

@@ -112,7 +112,7 @@ class Stepper:
         write_pieces(self.alphas, self._pieces(alpha))
 
     def keep(self) -> None:
-        """Take note of α as it is now, for `hold`."""
+        """Store the present α for `hold`."""
         self.final = self.before.clone()
 
     def hold(self) -> None:

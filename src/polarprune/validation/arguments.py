@@ -67,7 +67,7 @@ def plain_uniform(uniform: object, lam: float | None) -> bool | tuple[str, ...]:
         found = tuple(given) if isinstance(given, Iterable) else ()
         if not found or not all(isinstance(pattern, str) and pattern for pattern in found):
             raise PruneError(
-                f"uniform={uniform!r}: give True, or patterns of names of groups, as "
+                f"uniform={uniform!r}: give True, or patterns of names of groups, such as "
                 f"uniform=['layers.*.mlp.up_proj', 'block*.conv1']."
             )
     if found and lam is not None:
@@ -110,10 +110,23 @@ def keep_patterns(keep: object) -> tuple[str, ...]:
     if not all(isinstance(name, str) for name in found):
         given = ", ".join(type(name).__name__ for name in found)
         raise PruneError(
-            f"keep: {given} given; give names of modules, as keep=['head', 'layer4.*'] "
+            f"keep: {given} given; give names of modules, such as keep=['head', 'layer4.*'] "
             f"(model.named_modules() lists them)."
         )
     return found
+
+
+def checked_reasons(frozen: object) -> dict[str, str]:
+    """Return names of groups with the reasons why they are frozen."""
+    found = frozen or {}
+    if not isinstance(found, Mapping) or not all(
+        isinstance(one, str) for one in (*found, *found.values())
+    ):
+        raise PruneError(
+            f"frozen={frozen!r}: give a dict from names of groups to reasons, as "
+            f"frozen={{'layer1.0.conv1': 'the config has no number for it'}}."
+        )
+    return dict(found)
 
 
 def checked_rules(rules: object) -> dict[object, Rule]:
@@ -121,7 +134,9 @@ def checked_rules(rules: object) -> dict[object, Rule]:
     if rules is None:
         return {}
     if not isinstance(rules, Mapping):
-        raise PruneError(f"rules={rules!r}: give a dict, as rules={{torch.ops.my.swish: rule}}.")
+        raise PruneError(
+            f"rules={rules!r}: give a dict, such as rules={{torch.ops.my.swish: rule}}."
+        )
     for operation, rule in rules.items():
         if not isinstance(operation, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
             raise PruneError(f"rules: {operation!r} is not an operation; give torch.ops.my.swish.")

@@ -91,13 +91,14 @@ def _check_one_device(model: nn.Module) -> None:
             raise PruneError(
                 f"the weights of {path or 'the model'} are offloaded by accelerate, which loads "
                 f"them only while the module runs: no gate can reach them. Load the model onto one "
-                f"device, as with device_map={{'': 0}}, without offloading."
+                f"device, for example with device_map={{'': 0}}, without offloading."
             )
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) > 1:
         raise PruneError(
-            f"the model is spread over {', '.join(devices)}: load it onto one device, as with "
-            f"device_map={{'': 0}}; for several GPUs, use fully_shard or DistributedDataParallel."
+            f"the model is spread over {', '.join(devices)}: load it onto one device, for "
+            f"example with device_map={{'': 0}}; for several GPUs, use "
+            f"fully_shard or DistributedDataParallel."
         )
 
 

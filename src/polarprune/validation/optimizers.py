@@ -119,7 +119,8 @@ def checked_copies(copies: object) -> list[nn.Module]:
     if strange or not several:
         raise PruneError(
             f"compact: {type((strange or found)[0]).__name__} given as copies; give a list of "
-            f"copies of the gated model, as copies=[AveragedModel(model)]. Nothing was changed."
+            f"copies of the gated model, such as copies=[AveragedModel(model)]. Nothing was "
+            f"changed."
         )
     return [one for one in found if isinstance(one, nn.Module)]
 

@@ -29,6 +29,17 @@ def checked_plan(plan: object, sizes: Mapping[str, int]) -> dict[str, list[int]]
     return {name: _channels(name, given, sizes) for name, given in plan.items()}
 
 
+def check_groups(argument: str, names: Iterable[str], groups: Iterable[str]) -> None:
+    """Refuse names of groups that do not exist."""
+    known = set(groups)
+    for name in names:
+        if name not in known:
+            raise PruneError(
+                f"{argument}: no group is named {name!r}. print(polarprune.trace(model, example)) "
+                f"lists the groups."
+            )
+
+
 def _channels(name: str, given: object, sizes: Mapping[str, int]) -> list[int]:
     """Return the channels to keep of one group."""
     if name not in sizes:

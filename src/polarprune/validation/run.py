@@ -71,6 +71,20 @@ def check_finite(gates: Mapping[str, nn.Parameter], flat: Tensor) -> None:
         )
 
 
+def check_step_by_hand(attached: object, *, rate_known: bool) -> None:
+    """Refuse `pruner.step()` after `attach`, and with `lam=` before the learning rate is known."""
+    if attached is not None:
+        raise PruneError(
+            "step: an optimizer is attached, and its step moves the gates already. Remove the call "
+            "of pruner.step(), or that of pruner.attach(optimizer). Nothing was changed."
+        )
+    if not rate_known:
+        raise PruneError(
+            "step: with lam= the pruner has to know the gates' learning rate: build the "
+            "optimizer with pruner.param_groups(lr=...), and attach it."
+        )
+
+
 def check_done(
     limits: Mapping[str, float],
     share: Mapping[str, float],

@@ -1,1 +1,1 @@
-"""Random networks, and what holds for every one of them: `python -m tests.helpers.fuzz --help`."""
+"""Random networks, and what every one of them must pass: `python -m tests.helpers.fuzz --help`."""

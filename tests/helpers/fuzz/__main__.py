@@ -68,7 +68,7 @@ def _only(program: Program, smaller: bool) -> int:
 
 
 def _in_processes(seeds: range, given: argparse.Namespace) -> list[Outcome]:
-    """A network that kills its process is a crash, and the next process goes on behind it."""
+    """Check networks in processes; if a network kills its process, a new one continues."""
     size = -(-len(seeds) // given.jobs)
     waiting = [list(seeds[k * size : (k + 1) * size]) for k in range(given.jobs)]
     running = [[mine, _worker(mine, given)] for mine in waiting if mine]

@@ -44,7 +44,7 @@ def encoder_layer(w: Writer, x: Value, p: Choices) -> Value:
 
 
 def _heads(w: Writer, x: Value, width: int, heads: int, how: str) -> str:
-    """A projection, and its result with an axis of heads."""
+    """Write a projection whose result has an axis of heads."""
     layer = w.module(f"nn.Linear({x.channels}, {width})")
     each = width // heads
     y = w.name()
@@ -85,7 +85,7 @@ def hand_written_attention(w: Writer, x: Value, p: Choices) -> Value:
 
 @kind("seq")
 def fused_projections(w: Writer, x: Value, p: Choices) -> Value:
-    """One layer for queries, keys and values, as in vision transformers."""
+    """Write one layer for queries, keys and values, as in vision transformers."""
     heads, each = p.pick("heads", 2, 3), p.pick("each", 2, 3)
     layer = w.module(f"nn.Linear({x.channels}, {3 * heads * each})")
     y, q, k, v = (w.name() for _ in range(4))
@@ -140,7 +140,7 @@ def rotary(w: Writer, x: Value, p: Choices) -> Value:
 
 @kind("seq", weight=0.7)
 def embedding(w: Writer, x: Value, p: Choices) -> Value:
-    """Added to, or instead of, a sequence."""
+    """Write an embedding whose mean is added to a sequence."""
     ints = w.ints()
     layer = w.module(f"nn.Embedding(7, {x.channels})")
     if p.flag("tied"):

@@ -1,4 +1,4 @@
-"""Makes a model of a program, and inputs of the example's and of other sizes."""
+"""Makes a model from a program, and inputs of the example's size and of other sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def build(program: Program) -> nn.Module:
 
 
 def make(source: str, seed: int = 0) -> nn.Module:
-    """An instance of the class `Net` in the source, in float64, with weights that hide nothing."""
+    """Return an instance of the source's `Net` in float64, with weights that hide no error."""
     name = f"<network {seed}>"
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)
     space: dict[str, Any] = {"torch": torch, "nn": nn, "F": F, "__name__": "network"}
@@ -30,7 +30,7 @@ def make(source: str, seed: int = 0) -> nn.Module:
 
 
 def lively(model: nn.Module) -> nn.Module:
-    """Biases, norms and running statistics away from 0 and 1: a mask that is missing shows."""
+    """Move biases, norms and running statistics away from 0 and 1, so that a missing mask shows."""
     for module in model.modules():
         if isinstance(
             module, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
@@ -49,7 +49,7 @@ def lively(model: nn.Module) -> nn.Module:
 
 
 def inputs(program: Program, seed: int, batch: int = 0, more: int = 0) -> Inputs:
-    """Random ones; `more` is added to heights, widths and lengths."""
+    """Return random inputs; `more` is added to heights, widths and lengths."""
     generator = torch.Generator().manual_seed(seed)
     return tuple(
         _draw(layout, shape, batch or program.batch, more, generator)

@@ -1,4 +1,4 @@
-"""What has to hold for a network: nothing wrong, no crash, no refusal after training, on budget."""
+"""What every network must pass: equal outputs, no crash, no refusal after training, on budget."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LIMIT = 60  # seconds of computing
 
 @dataclass
 class Settings:
-    """Drawn from the network's seed, so that a seed says everything."""
+    """Settings that are drawn from the network's seed, so that the seed determines everything."""
 
     norms: bool
     dtype: torch.dtype
@@ -66,7 +66,7 @@ class Failure(Exception):
 
 
 class Declined(Exception):
-    """Said before training, with a reason: that is fine."""
+    """A refusal before training, with a reason, which is no failure."""
 
 
 @dataclass
@@ -84,12 +84,12 @@ class Outcome:
 
     @property
     def label(self) -> str:
-        """What a smaller network has to have in common with this one."""
+        """Return what a smaller failing network must have in common with this one."""
         return f"{self.kind} ({self.stage}) {self.detail.partition('(')[0][:40]}"
 
 
 def check(program: Program, limit: int = LIMIT, quick: bool = False) -> Outcome:
-    """Everything, for one network."""
+    """Check everything for one network."""
     start, counts = time.process_time(), Counter[str]()
     outcome = Outcome(program.seed, "exact", counts=counts)
     settings = Settings.of(program.seed)
@@ -147,7 +147,7 @@ def _at_most(seconds: int) -> Iterator[None]:
 
 
 def _runs(program: Program, example: tuple[Tensor, ...]) -> None:
-    """Some programs are no networks: what does not run or explodes is not checked."""
+    """Raise `_Invalid` if a program fails, explodes, or gives other numbers when repeated."""
     try:
         model = build(program)
         outs = run(model, example)
@@ -164,7 +164,7 @@ def _runs(program: Program, example: tuple[Tensor, ...]) -> None:
 
 
 def _loss(out: Any) -> Tensor:
-    """Of all outputs, as far as they are numbers that can be learned from."""
+    """Return a loss of all outputs that are floating-point numbers, without very large ones."""
     leaves = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.is_floating_point()]
     return sum((torch.tanh(x[x.abs() < 1e6]) - 0.5).square().mean() for x in leaves if x.numel())  # type: ignore[return-value]
 
@@ -215,7 +215,7 @@ def _traced(program: Program, example: tuple[Tensor, ...], settings: Settings) -
 
 
 def _plain(model: nn.Module) -> dict[str, Any]:
-    """Lists, dicts and numbers that modules hold."""
+    """Return the lists, dicts and numbers that modules hold."""
     return {
         f"{path}.{key}": len(value) if isinstance(value, (list, dict)) else value
         for path, module in model.named_modules()
@@ -260,7 +260,7 @@ def _compare(
     counts: Counter[str],
     more: str = "",
 ) -> None:
-    """At the example's size, at other batch sizes and picture sizes, and in train mode."""
+    """Compare at the example's size, at other batch and image sizes, and in train mode."""
     dtype = next(p.dtype for p in reference.parameters() if p.is_floating_point())
     sizes = [
         (0, 0, False),
@@ -305,7 +305,7 @@ def _compare(
 
 
 def _rounding(model: nn.Module, given: tuple[Tensor, ...], training: bool) -> float:
-    """How far the last digits of the input move the output: far, where norms divide by nothing."""
+    """Return the effect of the input's last digits on the output: large if norms divide by 0."""
     eps = 4 * torch.finfo(next(p.dtype for p in model.parameters())).eps
     other = tuple(x * (1 + eps) if x.is_floating_point() else x for x in given)
     runs = [run(model, inputs, training=training) for inputs in (given, other)]
@@ -349,7 +349,7 @@ def _training(
 
 
 def _pruner(model: nn.Module, example: tuple[Tensor, ...], settings: Settings) -> pp.Pruner:
-    """With the budget that was drawn; where that is out of reach, with one that is not."""
+    """Build a pruner with the drawn budget, or with another one if that is out of reach."""
     limits: dict[str, Any] = {settings.by: settings.budget}
     more = {"steps": settings.steps, "norms": settings.norms, "multiple_of": settings.multiple_of}
     try:

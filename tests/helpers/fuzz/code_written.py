@@ -105,7 +105,7 @@ def write_fixed_element(w: Writer, x: Value, p: Choices) -> Value:
 
 @kind("any", weight=0.5)
 def scalar_with_dimension(w: Writer, x: Value, p: Choices) -> Value:
-    """Dimensions of tensors that have none."""
+    """Write `dim` arguments on tensors without axes."""
     how = p.pick(
         "how",
         "softmax(0)",
@@ -141,7 +141,7 @@ def noise(w: Writer, x: Value, p: Choices) -> Value:
 
 @kind("any", weight=0.7)
 def seeded_draw(w: Writer, x: Value, p: Choices) -> Value:
-    """A fixed random vector for the channels, drawn anew in every run."""
+    """Write a random vector for the channels that is drawn with a fixed seed in every run."""
     n, d = x.name, x.axis
     shape = ["1"] * len(x.shape)
     shape[d - 1] = p.pick("width", f"{n}.shape[{d}]", str(x.channels))
@@ -164,7 +164,7 @@ def dropout(w: Writer, x: Value, p: Choices) -> Value:
 
 @kind("any", weight=1)
 def cache(w: Writer, x: Value, p: Choices) -> Value:
-    """Something that the model keeps from run to run in eval mode."""
+    """Write a value that the model keeps from run to run in eval mode."""
     n, d = x.name, x.axis
     form = p.pick("form", "table", "last", "width table", "list")
     if form == "list":
@@ -195,7 +195,7 @@ def cache(w: Writer, x: Value, p: Choices) -> Value:
 
 @kind("any", weight=0.7)
 def held_outside(w: Writer, x: Value, p: Choices) -> Value:
-    """A weight that is also held in a list."""
+    """Write a weight that is also in a list."""
     if x.layout not in ("seq", "vec"):
         raise Impossible("layout")
     layer = w.module(f"nn.Linear({x.channels}, {x.channels})")
@@ -205,7 +205,7 @@ def held_outside(w: Writer, x: Value, p: Choices) -> Value:
 
 @kind("vec", weight=0)
 def large_constants(w: Writer, x: Value, p: Choices) -> Value:
-    """Logits that are masked; only ever put out."""
+    """Write masked logits, which are only used as an output."""
     mask = w.buffer(f"torch.arange({x.channels}) < {max(1, x.channels // 2)}")
     value = p.pick("value", "-1e9", 'float("-inf")', 'float("nan")')
     return w.like(x, f"{x.name}.masked_fill({mask}, {value})")
@@ -228,7 +228,7 @@ def without_gradient(w: Writer, x: Value, p: Choices) -> Value:
 
 @kind("any", weight=0.7)
 def temporary(w: Writer, x: Value, p: Choices) -> Value:
-    """Zeros of a shape that was read, filled in parts."""
+    """Write zeros of a shape that the code reads, and fill them in parts."""
     n, lead = x.name, _lead(x)
     if x.channels < 3:
         raise Impossible("too few")
@@ -242,7 +242,7 @@ def temporary(w: Writer, x: Value, p: Choices) -> Value:
 
 @kind("any", weight=0.7)
 def own_module(w: Writer, x: Value, p: Choices) -> Value:
-    """A module inside, with a width that it was told."""
+    """Write a submodule whose constructor gets a width."""
     if x.layout not in ("seq", "vec"):
         raise Impossible("layout")
     out = p.width()

@@ -1,4 +1,4 @@
-"""Two models side by side, and a model whose removed channels are silenced by hand.
+"""Compares two models, and masks the removed channels of a model.
 
 Nothing here uses the engine's own proof, folding or cutting.
 """
@@ -29,7 +29,7 @@ _DRAWS = {
 
 
 class Quiet(TorchFunctionMode):
-    """Without dropout, and with a constant for noise: models of other widths draw other numbers.
+    """A mode without dropout and noise, because models of other widths draw other numbers.
 
     What a seeded generator draws is the same in every run, and stays.
     """
@@ -49,7 +49,7 @@ def run(model: nn.Module, inputs: tuple[Tensor, ...], *, training: bool = False)
 
 
 def gap(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    """The largest relative difference.
+    """Return the largest relative difference.
 
     Large constants do not count for the scale of the others; infinities and NaN have to be equal.
     """
@@ -76,7 +76,7 @@ def gap(ours: list[Tensor], theirs: list[Tensor]) -> float:
 
 
 def masked(model: nn.Module, graph: Graph, plan: Plan) -> nn.Module | None:
-    """The model with zeros where layers read removed channels; in place.
+    """Write zeros where layers read removed channels, in place, and return the model.
 
     None where a mask cannot be laid on from outside: norms and weights that code of the model
     computes by itself.
@@ -135,7 +135,7 @@ class _Times(nn.Module):
 
 
 class MaskedNorm(nn.Module):
-    """A layer, RMS or group norm over the channels that are left, whatever the others hold."""
+    """A layer, RMS or group norm over only the channels that are left."""
 
     def __init__(self, norm: nn.Module, kept: Tensor) -> None:
         super().__init__()

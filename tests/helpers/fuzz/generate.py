@@ -39,7 +39,7 @@ _FIRST = {
 def generate(
     seed: int, *, most: int = 40, without: Collection[str] = tuple(FAILING), tries: int = 40
 ) -> Program:
-    """A random network of 3 to `most` operations and one to three outputs."""
+    """Draw a random network of 3 to `most` operations with one to three outputs."""
     draw = random.Random(seed)
     wanted = 3 + int((most - 2) * draw.random() ** 2.5)
     program = Program(seed, draw.choice(_INPUTS), [], [], batch=draw.choice([2, 3, 4]))
@@ -70,7 +70,7 @@ def generate(
 
 
 def _recent(draw: random.Random, values: Sequence[Value], layout: str) -> int | None:
-    """One of the values with this layout, most likely a late one."""
+    """Draw one of the values with this layout, most likely a late one."""
     options = [number for number, value in enumerate(values) if fits(value, layout)]
     if not options:
         return None
@@ -78,7 +78,7 @@ def _recent(draw: random.Random, values: Sequence[Value], layout: str) -> int | 
 
 
 def _end(draw: random.Random, program: Program, values: list[Value], attempt: object) -> None:
-    """Most networks end in classifiers; some put out what they have."""
+    """Add outputs: most networks end in classifiers, some return their values."""
     assert callable(attempt)
     read = {number for step in program.steps for number in step.reads}
     first = len(program.inputs)

@@ -308,7 +308,7 @@ def scale_by_parameter(w: Writer, x: Value, p: Choices) -> Value:
 
 @kind("image", weight=0.7)
 def shared_layer(w: Writer, x: Value, p: Choices) -> Value:
-    """The same layer twice."""
+    """Write the same layer twice."""
     layer = w.module(f"nn.Conv2d({x.channels}, {x.channels}, 3, padding=1)")
     y = w.like(x, f"F.relu({layer}({x.name}))")
     return w.like(x, f"{layer}({y.name})" + p.pick("skip", "", f" + {x.name}"))
@@ -316,7 +316,7 @@ def shared_layer(w: Writer, x: Value, p: Choices) -> Value:
 
 @kind("any", weight=0.7)
 def tied_layers(w: Writer, x: Value, p: Choices) -> Value:
-    """Two layers with one weight."""
+    """Write two layers with one weight."""
     if x.layout not in ("seq", "vec"):
         raise Impossible("layout")
     c = x.channels
@@ -327,7 +327,7 @@ def tied_layers(w: Writer, x: Value, p: Choices) -> Value:
 
 @kind("any", weight=0.7)
 def transposed_tie(w: Writer, x: Value, p: Choices) -> Value:
-    """An auto-encoder whose decoder is the transposed encoder."""
+    """Write an autoencoder whose decoder is the transposed encoder."""
     if x.layout not in ("seq", "vec"):
         raise Impossible("layout")
     layer = w.module(f"nn.Linear({x.channels}, {p.width('inner')})")
@@ -346,7 +346,7 @@ def normed_weight(w: Writer, x: Value, p: Choices) -> Value:
 
 @kind("any", weight=0.7)
 def unused_branch(w: Writer, x: Value, p: Choices) -> Value:
-    """A result that is not returned."""
+    """Write a result that is not returned."""
     if x.layout == "image":
         layer = w.module(f"nn.Conv2d({x.channels}, {p.width()}, 1)")
     elif x.layout == "line":

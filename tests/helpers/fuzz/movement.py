@@ -170,7 +170,7 @@ def repeat(w: Writer, x: Value, p: Choices) -> Value:
 
 @kind("any", weight=0.7)
 def reduce_channels(w: Writer, x: Value, p: Choices) -> Value:
-    """Something that mixes all channels, given back to each."""
+    """Write an operation that mixes all channels and returns the result to each."""
     d = x.axis
     how = p.pick(
         "how",
@@ -358,13 +358,13 @@ def vector_to_tokens(w: Writer, x: Value, p: Choices) -> Value:
 
 @kind("vec", weight=0.7)
 def outer_sum(w: Writer, x: Value, p: Choices) -> Value:
-    """A vector given to every place of a small picture."""
+    """Write a vector that is expanded over the pixels of a small image."""
     return w.put("image", (x.channels, 2, 2), f"{x.name}[:, :, None, None].expand(-1, -1, 2, 2)")
 
 
 @kind("any", weight=0)
 def head(w: Writer, x: Value, p: Choices) -> Value:
-    """A classifier."""
+    """Write a classifier."""
     means = {"image": ".mean((2, 3))", "line": ".mean(2)", "seq": ".mean(1)", "vec": ""}
     layer = w.module(f"nn.Linear({x.channels}, 5)")
     return w.put("vec", (5,), f"{layer}({x.name}{means[x.layout]})")

@@ -1,8 +1,8 @@
-"""A random network as plain data, and the Python source that it stands for.
+"""A random network as plain data, and the Python source that is written from it.
 
 A `Program` is a list of steps; each names a kind of operation, the earlier values it reads and the
 choices that were made for it. `write` prints it as an ordinary `nn.Module`. Choices that are
-missing or no longer possible fall back to their simplest option, so that a program stays one when
+missing or no longer possible fall back to their simplest option, so that a program stays valid when
 steps are deleted or choices are simplified (`shrink`).
 """
 
@@ -35,11 +35,11 @@ class Value:
 
     @property
     def axis(self) -> int:
-        """The channel axis, counted with the batch."""
+        """Return the channel axis, counted with the batch."""
         return 2 if self.layout == "seq" else 1
 
     def wide(self, channels: int) -> Shape:
-        """The same shape with another number of channels."""
+        """Return the same shape with another number of channels."""
         shape = list(self.shape)
         shape[self.axis - 1] = channels
         return tuple(shape)
@@ -76,7 +76,7 @@ class Choices:
         self.options: dict[str, Sequence[Any]] = {}
 
     def pick(self, name: str, *options: Any) -> Any:
-        """One of the options, of which the first is the simplest."""
+        """Choose one of the options, of which the first is the simplest."""
         if not options:
             raise Impossible(name)
         self.options[name] = options
@@ -106,7 +106,7 @@ class Writer:
         return self.hold(made_by)
 
     def hold(self, expression: str) -> str:
-        """An attribute of the module: a layer, a parameter, a number, a cache."""
+        """Add an attribute to the module: a layer, a parameter, a number, a cache."""
         name = f"m{len(self.init)}"
         self.init.append(f"self.{name} = {expression}")
         return f"self.{name}"
@@ -218,7 +218,7 @@ def take(writer: Writer, step: Step, values: Sequence[Value], draw: random.Rando
 
 
 def write(program: Program) -> tuple[str, Writer]:
-    """The source of a class `Net`, and the writer that knows the options of every choice."""
+    """Return the source of a class `Net`, and the writer that knows the options of every choice."""
     writer, values = begin(program)
     for step in program.steps:
         values.append(take(writer, step, values, None))

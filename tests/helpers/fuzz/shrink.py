@@ -56,7 +56,7 @@ def _smaller(program: Program) -> Iterator[Program]:
 
 
 def _without(program: Program, number: int) -> Program:
-    """Who read the step reads what it read."""
+    """Delete a step; what read it then reads what the step read."""
     new = program.copy()
     gone = new.steps.pop(number)
     place = len(program.inputs) + number
@@ -84,7 +84,7 @@ def _without_input(program: Program, number: int) -> Program:
 
 
 def _simpler(program: Program) -> Iterator[Program]:
-    """Choices replaced by earlier options of their list; steps that read earlier values."""
+    """Yield simpler programs: with earlier options of choices, or with earlier values as inputs."""
     try:
         options = write(program)[1].options
     except Impossible:

@@ -37,7 +37,7 @@ MORE: dict[str, Callable[[], tuple[nn.Module, Any]]] = {}
 
 
 def pattern(*shape: int) -> Callable[[Callable[[], nn.Module]], Callable[[], nn.Module]]:
-    """Patterns that `nets` has none of: attention, ties, embeddings, recurrent layers."""
+    """Register a pattern that `nets` lacks: attention, tied weights, embeddings, recurrences."""
 
     def register(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
         def make() -> tuple[nn.Module, Any]:
@@ -63,7 +63,7 @@ class Net(nn.Module):
 
 
 def tokens(body: Callable[..., Tensor], **parts: Any) -> nn.Module:
-    """A layer before, the body with a skip connection, a classifier behind."""
+    """Build a layer, the body with a skip connection, and a classifier."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
         x = net.first(x)
@@ -173,7 +173,7 @@ def known(name: str) -> tuple[nn.Module, Any, Oracle, Graph]:
 
 
 def unit(graph: Graph, one: Slice) -> int:
-    """Which unit of the engine a slice of a parameter belongs to; -1: it is frozen."""
+    """Return the unit of `trace` that a slice of a parameter belongs to; -1 if it is frozen."""
     name, axis, index = one
     units = graph.axes.get(name, {}).get(axis)
     return -1 if units is None else int(units[index])
@@ -196,7 +196,7 @@ def output(model: nn.Module, inputs: Any) -> list[Tensor]:
 
 
 def silenced(model: nn.Module, columns: set[Slice]) -> nn.Module:
-    """Zeros in the slices with which layers read channels, as the oracle found them."""
+    """Return a copy with zeros in these slices, with which layers read channels."""
     model = copy.deepcopy(model)
     tensors = dict(model.named_parameters(remove_duplicate=False))
     with torch.no_grad():
@@ -207,7 +207,7 @@ def silenced(model: nn.Module, columns: set[Slice]) -> nn.Module:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_prunable_can_be_removed(name: str) -> None:
-    """The first and the last channel of every group: gone, or silenced where the oracle says."""
+    """Remove the first or last channel of a group, and compare with masking the oracle's slices."""
     model, inputs, oracle, graph = known(name)
     read = {column for item in oracle.contractions for column in item.columns}
     if None in read:

@@ -10,7 +10,7 @@ import polarprune as pp
 
 
 class Middle(nn.Module):
-    """Code of the user's between two convolutions."""
+    """User code between two convolutions."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ def found(model: nn.Module, shape: tuple[int, ...], uniform: Any = True, **more:
 
 
 class Attributes(nn.Module):
-    """Blocks in plain attributes, and positions in them."""
+    """A network with blocks in plain attributes."""
 
     def __init__(self) -> None:
         super().__init__()

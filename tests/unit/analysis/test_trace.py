@@ -245,7 +245,7 @@ def test_example_in_the_docstring_of_trace_runs() -> None:
 
 @pytest.fixture
 def traced() -> Callable[[str], tuple[nn.Module, Any, Graph]]:
-    """A net, its inputs, and its graph, which is made once."""
+    """Return a net, its inputs, and its graph, which is made only once."""
 
     def look(name: str) -> tuple[nn.Module, Any, Graph]:
         model, inputs = NETS[name]()

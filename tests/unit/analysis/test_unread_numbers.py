@@ -1,4 +1,4 @@
-"""Integers that held a width follow a cut, also where the traced forward does not read them."""
+"""Integers that held a width change with a cut, even if the traced forward does not read them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from polarprune.analysis.number_reads import numbers_read
 
 
 class Split(nn.Module):
-    """Like a block of a detector: an exporter puts `forward_split` in the place of `forward`."""
+    """A block like a detector's, in which an exporter replaces `forward` by `forward_split`."""
 
     def __init__(self, width: int, c: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Code that decides by a width: a cut model takes the way that was trained, or nothing is cut."""
+"""Code that branches on a width: a cut model takes the trained branch, or nothing is cut."""
 
 from __future__ import annotations
 

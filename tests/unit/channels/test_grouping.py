@@ -28,7 +28,7 @@ SOME = [
 
 
 def occurrences(graph: Graph) -> list[dict[tuple[str, int], int]]:
-    """For every unit the axes on which it occurs, and how often: counted one by one."""
+    """Count one by one on which axes every unit occurs, and how often."""
     found: list[dict[tuple[str, int], int]] = [{} for _ in range(graph.units)]
     for tensor, axes in graph.axes.items():
         for axis, units in axes.items():

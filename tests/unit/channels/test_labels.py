@@ -1,4 +1,4 @@
-"""Labels as properties: against a naive union-find, and against the tensors they stand for."""
+"""Properties of labels, compared with a naive union-find and with the tensors they describe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SEEDS = range(40)
 
 
 class Naive:
-    """Union-find one pair at a time; the smallest label of a set is its root."""
+    """Union-find that joins one pair at a time; the smallest label of a set is its root."""
 
     def __init__(self, count: int) -> None:
         self.sets = [{label} for label in range(count)]
@@ -36,7 +36,7 @@ def some_shape(rng: random.Random) -> tuple[int, ...]:
 
 
 def another_shape(rng: random.Random, old: tuple[int, ...]) -> tuple[int, ...]:
-    """A random shape with as many elements: the prime factors in random order and runs."""
+    """Return a random shape with as many elements, by grouping the shuffled prime factors."""
     factors = [p for size in old for p in _primes(size)]
     rng.shuffle(factors)
     factors += [1] * rng.randint(0, 2)
@@ -58,7 +58,7 @@ def _primes(n: int) -> list[int]:
 
 
 def some_layer(rng: random.Random, shape: tuple[int, ...], labels: int = 5) -> Tensor:
-    """Random labels along a random choice of the axes."""
+    """Return random labels along some random axes."""
     sizes = [size if rng.random() < 0.6 else 1 for size in shape]
     return torch.tensor(
         [rng.randrange(labels) for _ in range(math.prod(sizes))], dtype=torch.long

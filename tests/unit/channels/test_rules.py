@@ -21,7 +21,7 @@ TEXT = PAGE.read_text(encoding="utf-8")
 
 
 def run_block(number: int) -> dict[str, Any]:
-    """A block of the page, with the lines that it has there."""
+    """Run a block of the page, with the line numbers that it has there."""
     block = list(re.finditer(r"```python\n(.*?)```", TEXT, re.DOTALL))[number]
     lines = "\n" * TEXT[: block.start(1)].count("\n")
     scope: dict[str, Any] = {}
@@ -69,7 +69,7 @@ def test_taught_operation_is_cut_exactly(swish: dict[str, Any], overload: bool) 
 
 
 def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Of x · sigmoid(gain · x)."""
+    """Return the gradients of x · sigmoid(gain · x)."""
     x, gain = ctx.saved_tensors
     wide = gain[:, None, None]
     share = torch.sigmoid(wide * x)
@@ -78,7 +78,7 @@ def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def test_taught_operation_is_pruned_while_it_trains(swish: dict[str, Any], tmp_path: Path) -> None:
-    """From the gates to the file; a run that was interrupted goes on the same."""
+    """Train, interrupt, resume, export, save and load: the resumed run is the same."""
     swish["swish"].register_autograd(
         backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
     )

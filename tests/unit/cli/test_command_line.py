@@ -61,7 +61,7 @@ def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pruned network and the report of its run."""
+    """Write a pruned network and the report of its run."""
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("command_line")
     pruner = pp.Pruner(DigitsNet(), torch.randn(2, 1, 8, 8), macs=0.5, steps=2)
@@ -127,7 +127,7 @@ def test_the_version_is_that_of_the_package() -> None:
 
 
 def as_json(command: str, folder: Path) -> Any:
-    """What a command prints, which must be JSON and nothing else."""
+    """Return what a command prints, which must be JSON and nothing else."""
     done = CliRunner().invoke(app, [*command.replace("{}", str(folder)).split(), "--json"])
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)

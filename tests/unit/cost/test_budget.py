@@ -1,4 +1,4 @@
-"""The budget is met: at or under it, within half a point, for every setting; and how."""
+"""Every run ends at most half a point below its budget, and never above it; and how it does."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_two_budgets_are_both_met_and_one_of_them_closely(
 
 
 def kept_widths(small: nn.Module) -> dict[str, int]:
-    """Channels in and out of every layer, but for the image and the classes."""
+    """Return the channels in and out of every layer, except the image and the classes."""
     layers = {n: m for n, m in small.named_modules() if isinstance(m, (nn.Conv2d, nn.Linear))}
     found = {}
     for name, layer in layers.items():
@@ -93,7 +93,7 @@ def test_every_kept_width_is_a_multiple_and_the_budget_is_met(
 
 
 def cheapest_block(budget: Budget, n: Tensor) -> float:
-    """The least that one more block of any group would cost."""
+    """Return the lowest cost of one more block of any group."""
     wider = n + torch.diag(budget.multiple.double())
     there = wider.diagonal() <= budget.cost.full
     return float((budget.excess(wider) - budget.excess(n))[there].min())
@@ -140,7 +140,7 @@ OPTIMIZERS: dict[str, Callable[[pp.Pruner], torch.optim.Optimizer]] = {
 
 
 def follow(pruner: pp.Pruner, optimizer: torch.optim.Optimizer, data: Any) -> list[Tensor]:
-    """Train, and give back α as it was after every step."""
+    """Train, and return α after every step."""
     pruner.attach(optimizer)
     seen = [alphas(pruner)]
     train(pruner.model, optimizer, data, lambda: seen.append(alphas(pruner)))

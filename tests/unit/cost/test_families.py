@@ -164,7 +164,7 @@ def test_a_family_has_the_largest_minimum_and_the_common_multiple() -> None:
 
 
 def test_the_price_of_a_family_is_that_of_all_of_its_groups() -> None:
-    """A family with twice the groups, of the same prices and importance, is in no hurry."""
+    """A family with twice the groups, of equal prices and worth, closes no earlier."""
     graph = traced("vision transformer")
     one, two = (f"blocks.{k}.mlp.0" for k in (0, 1))
     budget = Budget(replace(graph, families={"two": (one, two)}), {"params": 0.5})

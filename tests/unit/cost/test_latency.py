@@ -159,7 +159,7 @@ def test_closed_channels_may_go_while_it_trains(clock: Clock) -> None:
 
 
 def test_at_equal_macs_a_budget_on_latency_is_faster_than_one_on_macs(clock: Clock) -> None:
-    """This clock counts channels in eights: what saves nothing goes only with what does."""
+    """This clock counts channels in eights: channels that save nothing close only with others."""
     pruner = pp.Pruner(net(), IMAGES, latency=0.5, steps=120)
     trained(pruner, 120)
     pruner.export()
@@ -246,7 +246,7 @@ def test_real_models_of_many_widths_are_timed() -> None:
 
 @torch.no_grad()
 def test_numbers_do_not_fade_in_a_model_that_was_not_trained() -> None:
-    """Denormal numbers make a CPU ten times slower: a fresh original must not be timed on them."""
+    """Denormal numbers make a CPU ten times slower, so a new original must not be timed on them."""
     torch.manual_seed(0)
     layers = [m for _ in range(40) for m in (nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8))]
     model = nn.Sequential(*layers)

@@ -1,4 +1,4 @@
-"""`polarprune export`: what is written computes what the model computes, or it is not written."""
+"""`polarprune export` writes only files that compute what the model computes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pruned DigitsNet."""
+    """Return a pruned DigitsNet."""
     torch.manual_seed(0)
     pruner = pp.Pruner(DigitsNet(), torch.randn(2, 1, 8, 8), macs=0.5, steps=2)
     for _ in range(2):
@@ -132,7 +132,7 @@ def test_a_model_may_write_to_its_input(tmp_path: Path) -> None:
 
 
 class Generator(nn.Module):
-    """Its sizes are in its code, which is rewritten when it is cut."""
+    """A network with hard-coded sizes, so that its code is rewritten when it is cut."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def test_rewritten_code_takes_any_batch(tmp_path: Path, suffix: str) -> None:
         (["--to", "{}"], "give a name that ends in"),
         (["--to", "{}/x.tflite"], "give a name that ends in .onnx or .pt2"),
         (["--to", "{}/none/x.pt2"], "there is no folder"),
-        (["--to", "{}/x.pt2", "--shape", "a"], "give sizes, as 1,3,224,224"),
+        (["--to", "{}/x.pt2", "--shape", "a"], "give sizes, such as 1,3,224,224"),
         (
             ["--to", "{}/x.pt2", "--model", "polarprune.cli.demo:Missing"],
             "the model could not be made",

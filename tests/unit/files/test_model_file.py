@@ -51,7 +51,7 @@ def call(model: nn.Module, inputs: Any) -> list[Tensor]:
 
 
 def shrunk(name: str, width: str) -> tuple[nn.Module, Any]:
-    """Half of every group, or nothing of the groups that may close."""
+    """Return a model with half of every group, or without the groups that may close."""
     model, inputs = NETS[name]()
     graph = traced(name)
     generator = torch.Generator().manual_seed(1)
@@ -125,7 +125,7 @@ for path in sorted(Path(sys.argv[1]).glob("*.safetensors")):
 
 @pytest.fixture(scope="module")
 def child(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Any]:
-    """Small models as they are here, and what a new process makes of their files."""
+    """Return small models from this process, and what a new process loads from their files."""
     folder = tmp_path_factory.mktemp("new_process")
     small: dict[tuple[str, str], tuple[nn.Module, Any]] = {}
     for name in ROUND_TRIPS:
@@ -343,7 +343,7 @@ def test_file_without_a_recipe_is_refused(tmp_path: Path) -> None:
 
 
 def rewritten(saved: Path, path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
-    """The file with other metadata, and the checksum of these."""
+    """Write the file with other metadata and the matching checksum."""
     data = saved.read_bytes()
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     content = json.loads(header["__metadata__"]["polarprune"])

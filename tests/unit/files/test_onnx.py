@@ -1,4 +1,4 @@
-"""What is exported goes to ONNX like any other model, and onnxruntime computes the same."""
+"""An export converts to ONNX like any other model, and onnxruntime computes the same."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def cut(model: nn.Module, x: Tensor, variant: str) -> nn.Module:
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
 def test_onnxruntime_gives_what_torch_gives(name: str, variant: str) -> None:
-    """For the batch of the example and for another, in float32."""
+    """Compare on the batch of the example and on another one, in float32."""
     make, other_code = CASES[name]
     model, x = make()
     families = {path: type(module) for path, module in model.named_modules()}

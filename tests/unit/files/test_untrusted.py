@@ -50,7 +50,7 @@ def refused(one: Victim, data: bytes, folder: Path, wording: str = "") -> None:
 
 
 def forged(one: Victim, change: Callable[[dict[str, Any]], Any]) -> bytes:
-    """The file with another recipe, and the checksum that fits."""
+    """Return the file with another recipe and the matching checksum."""
     content = copy.deepcopy(one.content)
     change(content["recipe"])
     return one.signed(json.dumps(content))
@@ -76,7 +76,7 @@ def test_the_library_makes_no_code_of_text() -> None:
 
 
 def with_nodes(one: Victim, added: list[list[Any]]) -> bytes:
-    """The stored code with nodes before its output; `x` stands for its input."""
+    """Return a file with more nodes before the output of its code; `x` stands for the input."""
 
     def change(recipe: dict[str, Any]) -> None:
         for code in recipe["rewired"].values():
@@ -222,7 +222,7 @@ def test_what_is_allowed_takes_no_functions_files_or_memory() -> None:
 
 
 def run(*nodes: list[Any], x: Any = None) -> Any:
-    """A graph of one input, from its plain data."""
+    """Run a graph with one input, built from plain data."""
     return runs_of(*nodes)(None, x)
 
 
@@ -260,7 +260,7 @@ def test_attributes_are_read_from_tensors_and_are_no_methods() -> None:
 
 
 def sized(target: str, *args: Any, kind: str = "call_function") -> list[list[Any]]:
-    """A call whose size comes from a number that the graph computes."""
+    """Return a call whose size is a number that the graph computes."""
     number = [
         node("n", "call_method", "numel", [X]),
         node("m", "call_function", "operator.mul", [{"node": "n"}, 2**38]),
@@ -293,7 +293,7 @@ def call(name: str, target: str, *args: Any, **kwargs: Any) -> list[Any]:
 
 
 def chain(count: int, start: Any, step: Callable[[str, Any], list[Any]]) -> list[list[Any]]:
-    """A call on what the call before it gave, again and again."""
+    """Return a chain of calls, each on the result of the one before."""
     nodes: list[list[Any]] = []
     for k in range(count):
         nodes.append(step(f"c{k}", {"node": f"c{k - 1}"} if k else start))
@@ -305,7 +305,7 @@ def twice(value: Any) -> dict[str, Any]:
 
 
 def column(k: int) -> list[list[Any]]:
-    """Two vectors of so many numbers, upright and level."""
+    """Return two vectors of this length, a column and a row."""
     return [
         call("n", "torch.ones", k),
         call("up", "unsqueeze", {"node": "n"}, 1),

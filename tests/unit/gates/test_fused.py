@@ -1,4 +1,4 @@
-"""The weights of a network, computed together, are what each would be by itself."""
+"""Weights that are computed together equal those that are computed one by one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("shared_traces")
 
 @pytest.fixture(autouse=True, params=["elements", "gates", "rows"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """All ways, on any device: an accelerator, a large network on an accelerator, a CPU."""
+    """Select a strategy on any device: for accelerators, for large networks there, for CPUs."""
     slow = {"cuda"} if request.param == "rows" else {"cpu", "cuda"}
     monkeypatch.setattr(fused, "SLOW_TO_LAUNCH", slow)
     if request.param == "gates":
@@ -34,7 +34,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 class Net(nn.Module):
-    """A shared group, a weight without gates, a depthwise layer, an odd one out."""
+    """A network with a shared group, a weight without gates, a depthwise and an odd layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def banks(model: nn.Module) -> list[fused.FusedGates]:
 
 
 def without(model: nn.Module) -> nn.Module:
-    """A copy in which every weight is on its own."""
+    """Return a copy in which every weight is computed separately."""
     other = copy.deepcopy(model)
     fused.drop_hooks(other)
     return other
@@ -226,7 +226,7 @@ def test_what_is_changed_before_the_backward_pass_is_noticed(what: str) -> None:
 
 
 class Counting(TorchDispatchMode):
-    """Operations that do something: not views."""
+    """A mode that counts the operations that compute something, which views do not."""
 
     count = 0
 

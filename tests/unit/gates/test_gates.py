@@ -108,7 +108,7 @@ def test_an_axis_can_hold_channels_of_several_gates_and_of_none() -> None:
 
 
 def open_gates(name: str) -> tuple[nn.Module, nn.Module, pp.trace, dict[str, pp.Gate], Tensor]:
-    """A net in float64, its gated copy with random α, its graph, gates and example."""
+    """Return a net in float64, its gated copy with random α, its graph, gates and example."""
     model, example = NETS[name]()
     graph = pp.trace(model, example)
     plain = model.double()

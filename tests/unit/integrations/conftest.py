@@ -1,4 +1,4 @@
-"""torchvision is loaded first: the frameworks import it, and cannot do so everywhere.
+"""Import torchvision first: the frameworks import it, and cannot do so everywhere.
 
 Ultralytics reads its settings when it is imported: a folder of its own, and nothing is installed.
 """

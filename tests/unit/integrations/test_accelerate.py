@@ -1,4 +1,4 @@
-"""accelerate: steps are counted as they are taken, in any order of preparing and attaching."""
+"""accelerate: real steps are counted, in any order of `prepare` and `attach`."""
 
 from __future__ import annotations
 

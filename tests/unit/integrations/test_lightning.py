@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,22 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import polarprune as pp
 from polarprune.integrations.lightning import PruningCallback
-from tests.helpers.adapters import BATCHES, EXAMPLE, STEPS, Classifier, loader
+from tests.helpers.adapters import (
+    BATCH,
+    BATCHES,
+    EPOCHS,
+    EXAMPLE,
+    STEPS,
+    Classifier,
+    Digits,
+    loader,
+)
 from tests.helpers.nets import digits_resnet
-from tests.helpers.training import share
+from tests.helpers.training import same_state, share, snapshot
 
 pytestmark = [
     pytest.mark.usefixtures("shared_traces"),
@@ -27,18 +39,25 @@ pytestmark = [
 ]
 
 
-def fit(module: Any, callback: Any, *callbacks: Any, epochs: int = 2, **options: Any) -> Any:
+def fit(
+    module: Any,
+    *callbacks: Any,
+    epochs: int = 2,
+    data: Any = None,
+    resume: Path | None = None,
+    **options: Any,
+) -> Any:
     options = {"logger": False, "enable_checkpointing": False, **options}
     if "strategy" not in options:
         options["accelerator"] = "cpu"
     trainer = lightning.Trainer(
         max_epochs=epochs,
-        callbacks=[callback, *callbacks],
+        callbacks=list(callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
         **options,
     )
-    trainer.fit(module, loader())
+    trainer.fit(module, loader() if data is None else data, ckpt_path=resume)
     return trainer
 
 
@@ -58,7 +77,7 @@ def test_steps_that_a_gradient_scaler_skips_are_not_counted() -> None:
 
 
 class Rates(lightning.Callback):
-    """Writes down the rates of weights and gates at every step."""
+    """A callback that records the learning rates of weights and gates at every step."""
 
     def __init__(self) -> None:
         self.seen: list[list[float]] = []
@@ -184,3 +203,124 @@ def test_averaged_weights_of_lightning_take_part() -> None:
     small = callback.export()
     with torch.no_grad():
         assert torch.allclose(small.eval()(EXAMPLE), module.eval()(EXAMPLE), atol=1e-5)
+
+
+class Averaging(lightning.callbacks.EMAWeightAveraging):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(decay=0.9, **options)
+
+
+@pytest.mark.parametrize(
+    "average",
+    [
+        lambda: Averaging(update_starting_at_step=STEPS - 5),
+        lambda: lightning.callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=EPOCHS - 1),
+    ],
+    ids=["exponential", "stochastic"],
+)
+def test_averages_that_begin_late_are_compacted_too(average: Callable[[], Any]) -> None:
+    callback = PruningCallback(macs=0.3, compact="auto")
+    module = Classifier(digits_resnet(8))
+    fit(module, callback, average(), epochs=EPOCHS)
+    assert callback.pruner.compactions
+    small = callback.export()
+    with torch.no_grad():
+        assert torch.allclose(small.eval()(EXAMPLE), module.eval()(EXAMPLE), atol=1e-5)
+
+
+class Saved(DataLoader[Any]):
+    """Continues in the middle of an epoch, as Lightning wants it."""
+
+    start = done = 0
+
+    def __iter__(self) -> Any:
+        first, self.start, self.done = self.start, 0, self.start
+        for number, batch in enumerate(super().__iter__()):
+            if number >= first:
+                self.done = number + 1
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["done"]
+
+
+class Killed(Exception):
+    pass
+
+
+class Kill(lightning.Callback):
+    """Writes a checkpoint in the middle of an epoch, and kills the run."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == STEPS // 2:
+            trainer.save_checkpoint(self.file)
+            raise Killed
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "64-true"}], ids=str)
+def test_a_killed_run_with_an_average_resumes_in_the_middle_of_an_epoch(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    file, found = tmp_path / "c.ckpt", []
+    runs: list[tuple[list[Any], Path | None]] = [([], None), ([Kill(file)], None), ([], file)]
+    for kill, resume in runs:
+        torch.manual_seed(1)
+        module = Classifier(digits_resnet(8))
+        pruning, data = PruningCallback(macs=0.3, compact="auto"), Saved(Digits(), BATCH)
+        with pytest.raises(Killed) if kill else contextlib.nullcontext():
+            more = {"epochs": EPOCHS, "data": data, "resume": resume, **options}
+            fit(module, pruning, Averaging(), *kill, **more)
+        found.append(snapshot(module))
+    assert pruning.pruner.compactions and pruning.pruner.step_count == STEPS
+    assert same_state(found[0], found[2]) and not same_state(found[0], found[1])
+
+
+class SetUp(Classifier):
+    """Has a hook that may make the network."""
+
+    def setup(self, stage: str) -> None:
+        pass
+
+
+def test_an_average_from_before_a_network_that_is_made_late_is_refused() -> None:
+    callbacks = [PruningCallback(macs=0.5), Averaging()]
+    with pytest.raises(pp.PruneError, match=r"make the network in __init__, without the hooks"):
+        fit(SetUp(digits_resnet(8)), *callbacks)
+    pruning = PruningCallback(macs=0.5)
+    fit(SetUp(digits_resnet(8)), pruning)
+    assert pruning.pruner.landed
+
+
+REFUSED: dict[str, tuple[list[Any], dict[str, Any], str]] = {
+    "an average comes first": (
+        [Averaging(), PruningCallback(macs=0.5)],
+        {},
+        "let PruningCallback be the first",
+    ),
+    "half precision": (
+        [PruningCallback(macs=0.5)],
+        {"precision": "bf16-true"},
+        "half precision is too coarse .* set precision='bf16-mixed'",
+    ),
+    "another part": (
+        [PruningCallback(EXAMPLE, module="nett", macs=0.5)],
+        {},
+        "Classifier has no module='nett'; its parts are net",
+    ),
+}
+
+
+@pytest.mark.parametrize(("callbacks", "options", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_a_pruner_cannot_follow_is_refused(
+    callbacks: list[Any], options: dict[str, Any], message: str
+) -> None:
+    module = Classifier(digits_resnet(8))
+    with pytest.raises(pp.PruneError, match=message):
+        fit(module, *callbacks, **options)
+    assert list(module.state_dict()) == list(Classifier(digits_resnet(8)).state_dict())

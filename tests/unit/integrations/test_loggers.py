@@ -1,4 +1,4 @@
-"""What a pruner sees at every look reaches the logger that watches it."""
+"""The logger that watches a pruner gets every row of its history."""
 
 from __future__ import annotations
 

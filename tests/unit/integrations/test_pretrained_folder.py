@@ -63,7 +63,7 @@ class LayeredConfig(transformers.PreTrainedConfig):
 
 
 class Layered(transformers.PreTrainedModel):
-    """A model whose class reads a width of every layer."""
+    """A model whose class reads a width for every layer."""
 
     config_class = LayeredConfig
 
@@ -108,7 +108,7 @@ def halved(family: str, *kinds: str) -> tuple[Any, dict[str, Any]]:
 
 
 class Words:
-    """In the place of a tokenizer, which may do harm."""
+    """A replacement for a tokenizer, which may do harm."""
 
     def __init__(self, harm: Any = None) -> None:
         self.harm = harm
@@ -264,7 +264,7 @@ def test_wrong_calls_are_refused_before_anything_is_written(tmp_path: Path) -> N
     (tmp_path / "full" / "notes.txt").write_text("mine")
     with pytest.raises(pp.PruneError, match=r"full exists; give the name of a new or empty folder"):
         save_pretrained(small, tmp_path / "full", example)
-    with pytest.raises(pp.PruneError, match="is no model of transformers; give the part"):
+    with pytest.raises(pp.PruneError, match="is not a model of transformers; give the part"):
         save_pretrained(digits_resnet(4), tmp_path / "small", torch.zeros(2, 1, 8, 8))
     gated = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
     pp.Pruner(gated, example, macs=0.5, steps=5)

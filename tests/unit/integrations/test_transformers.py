@@ -232,15 +232,19 @@ WORKING = {
 @pytest.mark.parametrize(
     ("option", "value", "remedy"),
     [
-        ("fsdp_version", 1, "version 1 in fsdp_config; set 2"),
+        ("fsdp_version", 1, "version 1 does not work; set 2 in fsdp_config"),
         (
             "state_dict_type",
             "StateDictType.FULL_STATE_DICT",
-            "FULL_STATE_DICT; set state_dict_type",
+            "FULL_STATE_DICT does not work; set state_dict_type",
         ),
-        ("activation_checkpointing", True, "fsdp_config; set gradient_checkpointing"),
-        ("cpu_ram_efficient_loading", True, "cpu_ram_efficient_loading; set False in fsdp_config"),
-        ("", None, "load_best_model_at_end; set False"),
+        ("activation_checkpointing", True, "fsdp_config does not work; set gradient_checkpointing"),
+        (
+            "cpu_ram_efficient_loading",
+            True,
+            "cpu_ram_efficient_loading does not work; set False in fsdp_config",
+        ),
+        ("", None, "load_best_model_at_end does not work; set False"),
     ],
 )
 def test_options_of_fsdp_are_refused(
@@ -253,7 +257,7 @@ def test_options_of_fsdp_are_refused(
             self.accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
             super()._check()
 
-    with pytest.raises(pp.PruneError, match=f"FSDP does not work here with .*{remedy}"):
+    with pytest.raises(pp.PruneError, match=f"PruningTrainer with FSDP: .*{remedy}"):
         trainer(tmp_path, kind=Sharded)
 
 

@@ -1,4 +1,4 @@
-"""The code of docs/transformers.md runs as it stands, and its table is that of the numbers."""
+"""The code of docs/transformers.md runs as it stands, and its table has the stored numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
 class Tokenizer:
-    """In the place of a tokenizer, which would need a vocabulary."""
+    """A replacement for a tokenizer, which would need a vocabulary."""
 
     def save_pretrained(self, folder: Path) -> None:
         (folder / "tokenizer.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""Ultralytics: trains to a budget, resumes, and its files hold the small model."""
+"""The trainer for Ultralytics meets a budget, resumes, and writes the small model."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_the_example_runs(trained: Trained, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_code_of_the_page_runs(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the small network and data; `last.pt` is one from the middle of its training."""
+    """Train the small network; `last.pt` is a checkpoint from the middle of the training."""
     monkeypatch.chdir(trained.folder)
     weights = trained.folder / "page"
     weights.mkdir()

@@ -129,13 +129,13 @@ def drawn_page(data: str) -> str:
 
 
 def page_of(report: Report) -> str:
-    """The page of a report, which is drawn once."""
+    """Return the page of a report, which is drawn only once."""
     return drawn_page(report.to_json())
 
 
 @pytest.fixture(scope="module")
 def real() -> Report:
-    """The report of a short run, exported."""
+    """Return the report of a short run after its export."""
     torch.manual_seed(0)
     model, images = digits_resnet(4), torch.rand(8, 1, 8, 8)
     pruner = Pruner(model, images, macs=0.6, steps=12)
@@ -417,7 +417,7 @@ def test_page_shows_facts_table_and_reasons() -> None:
 
 
 def drawn_lines(figure: Figure) -> dict[str, list[float]]:
-    """Heights of every curve, by its name in the legend."""
+    """Return the heights of every curve by its name in the legend."""
     return {str(line.get_label()): list(line.get_ydata()) for line in figure.axes[0].lines}
 
 

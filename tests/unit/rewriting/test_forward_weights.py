@@ -1,4 +1,4 @@
-"""Layers that compute their weight in their own forward: pruned like others, plain afterwards."""
+"""Layers that compute their weight in forward are pruned like others, and plain afterwards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ X = torch.randn(2, 4, 9, 9, dtype=torch.float64)
 
 
 class Standard(nn.Conv2d):
-    """As timm and BiT have it."""
+    """Weight standardization as in timm and BiT."""
 
     def forward(self, x: Tensor) -> Tensor:
         flat = self.weight.reshape(1, self.out_channels, -1)
@@ -35,7 +35,7 @@ class Standard(nn.Conv2d):
 
 
 class ScaledStandard(nn.Conv2d):
-    """As in nets without batch norms: with a gain that learns."""
+    """Weight standardization with a learnable gain, as in networks without batch norms."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -62,7 +62,7 @@ class ScaledStandard(nn.Conv2d):
 
 
 class ByHand(nn.Conv2d):
-    """As in the code of the paper on weight standardization; with torch's own padding inside."""
+    """As in the code of the paper on weight standardization, with torch's own padding."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
@@ -73,7 +73,7 @@ class ByHand(nn.Conv2d):
 
 
 class Masked(nn.Conv2d):
-    """Some of its weights are off."""
+    """A layer that masks some of its weights."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -84,7 +84,7 @@ class Masked(nn.Conv2d):
 
 
 class Adapted(nn.Conv2d):
-    """A correction of low rank learns, the weight itself does not."""
+    """A layer with a low-rank correction that is trained while the weight itself is not."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -98,7 +98,7 @@ class Adapted(nn.Conv2d):
 
 
 class ScaledProduct(nn.Module):
-    """No layer of torch's, and the weight the other way round."""
+    """A layer that is not torch's, with a transposed weight."""
 
     def __init__(self, wide: int, width: int, size: int, padding: int = 0, groups: int = 1) -> None:
         super().__init__()
@@ -279,7 +279,7 @@ class Moded(nn.Conv2d):
 
 
 class Written(nn.Conv2d):
-    """Remembers something whenever it is called."""
+    """A layer that stores something at every call."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -291,7 +291,7 @@ class Written(nn.Conv2d):
 
 
 class Twice(nn.Conv2d):
-    """Reads the weight as it is, too."""
+    """A layer that also reads the plain weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         made = self._conv_forward(x, self.weight.tanh(), self.bias)
@@ -322,7 +322,7 @@ def test_a_weight_that_others_hold_stays_whole() -> None:
 
 
 class Plain(nn.Linear):
-    """Its code is the user's, but it computes nothing."""
+    """A linear layer with a user's forward that uses the weight as it is."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight.t() + self.bias

@@ -1,4 +1,4 @@
-"""Weights that are computed by parametrizations: pruned like others, plain in what comes out."""
+"""Weights that parametrizations compute are pruned like others, and plain in the export."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Positive(nn.Module):
 
 
 class Standard(nn.Module):
-    """Mixes all channels that a kernel reads."""
+    """A parametrization that mixes all channels that a kernel reads."""
 
     def forward(self, weight: Tensor) -> Tensor:
         away = weight - weight.mean((1, 2), keepdim=True)
@@ -33,7 +33,7 @@ class Standard(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A correction of low rank learns, the weight itself does not."""
+    """A low-rank correction that is trained while the weight itself is not."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def test_compact_says_that_it_cannot() -> None:
     with pytest.raises(pp.PruneError, match=r"compact: 0.weight is computed from other parameters"):
         pruner.compact()
     assert torch.equal(model(X), before) and pruner.compactions == 0
-    with pytest.warns(UserWarning, match="given up: compact: 0.weight is computed"):
+    with pytest.warns(UserWarning, match="turned off: compact: 0.weight is computed"):
         trained(net(parametrizations.weight_norm), compact="auto").export()
 
 

@@ -1,4 +1,4 @@
-"""Modules with a rewritten forward travel: through pickle, to other processes, and as copies."""
+"""Modules with a rewritten forward can be pickled, sent to other processes, and copied."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.helpers.processes import environment
 
 
 class Halves(nn.Module):
-    """Selects channels by position, so its forward is rewritten for every cut."""
+    """A module that selects channels by position, so its forward is rewritten for every cut."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ def test_a_fixed_number_stays_fixed_in_a_copy() -> None:
 
 
 def test_torch_still_refuses_the_pickle_of_a_parametrized_module() -> None:
-    """Gates are parametrizations: a gated model travels as its `state_dict`."""
+    """Gates are parametrizations, so a gated model can only be stored as its `state_dict`."""
     module = small().one
     parametrize.register_parametrization(module.fc, "weight", nn.Identity())
     with pytest.raises(RuntimeError, match="only supported through state_dict"):

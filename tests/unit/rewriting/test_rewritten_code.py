@@ -1,4 +1,4 @@
-"""Code that bakes in sizes: it follows by its attributes, or is rewritten, or stays whole.
+"""Code with hard-coded sizes: its attributes change, or it is rewritten, or it is frozen.
 
 Whatever way was taken, what comes back is still the user's module: it computes the same at another
 batch size, trains, is with_weights_of, saved, loaded and exported like any other.
@@ -53,7 +53,7 @@ def shrunk(name: str) -> Cut:
 
 @cache
 def exported(name: str) -> Cut:
-    """The same by training with gates: `masked` is the gated model."""
+    """Cut by exporting a pruner instead: `masked` is the gated model."""
     pruner = pruner_of(*made(name))
     set_gates(pruner, VARIANTS["half"], name)
     small = pruner.export()
@@ -170,7 +170,7 @@ class Inspection(nn.Module):
 
 
 def swap(x: Tensor) -> Tensor:
-    """Code that counts channels, and so has to be rewritten."""
+    """Code that counts channels, so that it must be rewritten."""
     a, b = x.split([3, x.shape[1] - 3], 1)
     return torch.cat([b, a], 1)
 
@@ -219,7 +219,7 @@ HARD: Looks = {
 
 
 def rows(x: Tensor, count: int) -> Tensor:
-    """Statistics of so many rows of the batch."""
+    """Normalize by the statistics of this many rows of the batch."""
     y = x.reshape(count, -1)
     return ((y - y.mean(1, keepdim=True)) / (y.std(1, keepdim=True) + 1e-5)).view(x.shape)
 
@@ -241,7 +241,7 @@ LOOKS = {**RIGHT, **HARD, **MIXED}
 def test_code_that_looks_is_right_for_other_inputs_or_refuses_them(
     look: Callable[[Inspection, Tensor], Tensor],
 ) -> None:
-    """Other batches, images and values than the example's: equal, or one clear PruneError."""
+    """On other batches, images and values than the example's: equal, or one clear PruneError."""
     net = nn.Sequential(cbr(3, 8), Inspection(look), nn.Conv2d(8, 6, 1), nn.ReLU(), head(6))
     model, example = randomise(net).double(), images(2, 3, 6, 6)
     graph = pp.trace(model, example)
@@ -288,7 +288,7 @@ def test_a_number_without_a_formula_is_refused_for_other_sizes() -> None:
 
 
 class Written(nn.Module):
-    """Most of what can be stored: slices, an ellipsis, types, infinity, methods, children."""
+    """A module whose forward has most of what can be stored: slices, methods, children."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -582,7 +582,7 @@ def test_forward_of_the_instance_is_not_written_down() -> None:
 
 
 def node(data: dict[str, Any], kind: str, target: str = "") -> list[Any]:
-    """The first node of this kind in the stored graph: name, kind, target, args, kwargs."""
+    """Return the first node of this kind in the stored graph: name, kind, target, args, kwargs."""
     return next(n for n in data["eval"] if n[1] == kind and (not target or n[2] == target))
 
 
@@ -672,7 +672,7 @@ def test_graph_that_was_tampered_with_is_refused(change: Callable[[dict[str, Any
 
 
 def test_stored_graph_cannot_run_code() -> None:
-    """From a tensor to the globals of one of its methods, to `eval`."""
+    """Go from a tensor to the globals of one of its methods, and to `eval`."""
 
     def items(*held: Any) -> dict[str, Any]:
         return {"tuple": list(held)}
@@ -731,7 +731,7 @@ def test_names_of_nodes_mean_nothing_outside_of_the_file(tmp_path: Path) -> None
 
 
 def renamed(nodes: list[Any]) -> list[Any]:
-    """A stored graph with other names of nodes."""
+    """Return a stored graph whose nodes have other names."""
     names = {name: f"other_{number}" for number, (name, *_) in enumerate(nodes)}
 
     def replaced(data: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Norms over channels with gate-weighted statistics: the residual stream can be pruned, exactly."""
+"""With gate-weighted statistics in norms over channels, pruning the residual stream is exact."""
 
 import copy
 from functools import cache
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("shared_traces")
 
 @cache
 def traced(name: str, post: bool = False) -> Graph:
-    """Return the graph of a model with its norms opened, traced once."""
+    """Return the graph of a model with `norms=True`, traced once."""
     return pp.trace(*made(name, post), norms=True)
 
 

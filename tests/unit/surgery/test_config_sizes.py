@@ -1,4 +1,4 @@
-"""The config of a pruned model tells its sizes, or `save_pretrained` refuses."""
+"""The config of a pruned model has its sizes, or `save_pretrained` refuses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 import polarprune as pp
 from polarprune.surgery.config_models import with_weights_of, without_weights
-from polarprune.surgery.config_proof import tell_sizes
+from polarprune.surgery.config_proof import update_config
 from polarprune.surgery.config_sizes import ConfigSearch
 from polarprune.torch_internals.refused_methods import Refusal
 from tests.helpers.sized_nets import EvenSizes, Perceptrons, Sized, perceptrons
@@ -23,7 +23,7 @@ INNER = {"blocks.0.0": [0, 2, 4, 6], "blocks.1.0": [1, 3, 5, 7]}
 
 def pruned(model: nn.Module, plan: dict[str, list[int]], example: Any = X) -> Any:
     small = pp.shrink(model, pp.trace(model, X), plan)
-    tell_sizes(small, example)
+    update_config(small, example)
     return small
 
 

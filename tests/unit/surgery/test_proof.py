@@ -1,4 +1,4 @@
-"""The proof sees what it has to see: small numbers beside large ones, other inputs, other modes."""
+"""The proof finds differences in small numbers beside large ones, on other inputs and modes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ import torch
 from torch import Tensor, nn
 
 import polarprune as pp
+from polarprune.surgery.cut_proof import prove_cut
 from polarprune.surgery.other_inputs import fresh_inputs
-from polarprune.surgery.proof import difference, prove_cut, prove_equal, relative_gap
+from polarprune.surgery.precision import WidensOnReading
+from polarprune.surgery.proof import difference, prove_equal, relative_gap
 from tests.helpers.training import sgd
 
 INF, NAN = float("inf"), float("nan")
 
 
 class Masked(nn.Module):
-    """Logits, of which the first is replaced."""
+    """A model whose first logit is replaced."""
 
     def __init__(self, by: float) -> None:
         super().__init__()
@@ -229,7 +231,7 @@ def test_an_encoder_that_skips_its_gates_is_refused() -> None:
 
     gated.__class__ = type("Encoder", (Encoder,), {"forward": skips})
     with pytest.raises(pp.PruneError, match=r"under torch\.no_grad"):
-        prove_cut(gated, small, x, copy.deepcopy)
+        prove_cut(gated, small, x, lambda model, copied: copy.deepcopy(model))
 
 
 def test_a_part_that_computes_in_float32_does_not_fail_a_float64_model() -> None:
@@ -255,7 +257,7 @@ def test_a_part_that_computes_in_float32_does_not_fail_a_float64_model() -> None
 def test_compact_is_proved_in_float64_where_float32_is_too_coarse(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import polarprune.surgery.proof as proof
+    import polarprune.surgery.cut_proof as proof
 
     pruner = trained(Masked(0.0), X)
     real, tried = proof.prove_equal, []
@@ -275,7 +277,7 @@ def test_compact_is_proved_in_float64_where_float32_is_too_coarse(
 
 
 class Remembers(nn.Module):
-    """Keeps what it computed in eval mode, until it is trained again."""
+    """A layer that keeps what it computed in eval mode until it is trained again."""
 
     def __init__(self, empty: Any) -> None:
         super().__init__()
@@ -373,7 +375,7 @@ def test_the_limit_stays_1e_minus_10_where_all_is_computed_in_float64() -> None:
     with torch.no_grad():
         other.b.bias += 1e-7
     with pytest.raises(pp.PruneError, match="at most 1e-10 is allowed"):
-        prove_cut(one, other, X.double(), lambda double: copy.deepcopy(other))
+        prove_cut(one, other, X.double(), lambda model, copied: copy.deepcopy(other))
 
 
 def test_a_loss_hides_no_difference() -> None:
@@ -389,6 +391,55 @@ def test_a_loss_hides_no_difference() -> None:
         other.b.weight += 1e-6
     assert difference(one, other, X, training=False) < 1e-5
     with pytest.raises(pp.PruneError, match="differs"):
-        prove_cut(one, other, X, lambda double: copy.deepcopy(other).double())
-    found = prove_cut(one, copy.deepcopy(one), X, copy.deepcopy)
+        prove_cut(one, other, X, lambda model, copied: copy.deepcopy(other).double())
+    same = copy.deepcopy(one)
+    found = prove_cut(one, same, X, lambda model, copied: copy.deepcopy(model))
     assert found.keys() >= {"eval, in float64", "train, in float64"}
+
+
+# --- low precision --------------------------------------------------------------------------------
+
+
+def test_weights_are_widened_when_they_are_read_and_stay_as_they_are() -> None:
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4)).half()
+    wide, x = copy.deepcopy(model).float(), X.half()
+    with WidensOnReading(torch.float32), torch.no_grad():
+        found = model(x)
+        assert model[0].weight.dtype == torch.float32 and model[0].weight.shape == (16, 6)
+        model[0].bias.zero_()
+    assert torch.equal(found, wide(x.float()))
+    assert model[0].weight.dtype == torch.float16 and not model[0].bias.any()
+
+
+def test_a_model_of_low_precision_is_not_converted_for_its_proof(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import polarprune.surgery.cut_proof as proof
+
+    pruner = trained(Masked(0.0), X)
+    pruner.model.half()
+    real, compared = proof.prove_equal, []
+
+    def noted(one: nn.Module, other: nn.Module, *rest: Any) -> Any:
+        compared.append((one is pruner.model, {p.dtype for p in other.parameters()}))
+        return real(one, other, *rest)
+
+    monkeypatch.setattr(proof, "prove_equal", noted)
+    small = pruner.export()
+    assert compared == [(True, {torch.float32})]
+    assert {p.dtype for p in small.parameters()} == {torch.float16}
+    assert pruner.proof.keys() >= {"eval, in float32", "train, in float32"}
+    assert max(pruner.proof.values()) <= 1e-5
+
+
+def test_a_wrong_cut_of_low_precision_is_refused() -> None:
+    one = Masked(0.0).half()
+    other = copy.deepcopy(one)
+    with torch.no_grad():
+        other.b.bias += 1e-2
+
+    def cut(model: nn.Module, copied: bool) -> nn.Module:
+        return copy.deepcopy(other).to(next(model.parameters()).dtype)
+
+    with pytest.raises(pp.PruneError, match="differs"):
+        prove_cut(one, other, X.half(), cut)

@@ -1,4 +1,4 @@
-"""`shrink`: any plan, on a copy, of the user's own class; what does not fit is refused."""
+"""`shrink` cuts a copy of the user's own class by any plan, and refuses plans that do not fit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Plan = dict[str, list[int]]
 
 
 def silence(model: nn.Module, dropped: dict[str, list[int]]) -> nn.Module:
-    """A copy in which the named layers do not read the given channels."""
+    """Return a copy in which the named layers do not read the given channels."""
     model = copy.deepcopy(model)
     with torch.no_grad():
         for layer, channels in dropped.items():
@@ -40,7 +40,7 @@ def digits() -> tuple[nn.Module, tuple[Tensor]]:
 
 
 def some_plan(graph: Graph, seed: int = 0) -> Plan:
-    """Half of every group, chosen at random."""
+    """Return a plan with a random half of every group."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: sorted(torch.randperm(g.size, generator=generator)[: max(1, g.size // 2)].tolist())
@@ -98,7 +98,7 @@ def test_empty_plan_gives_an_equal_copy() -> None:
 
 
 def magnitude_plan(model: nn.Module, graph: Graph) -> Plan:
-    """Half of every group, the largest by the weights of the layer that names it."""
+    """Return a plan with the half of every group whose producing weights are the largest."""
     plan = {}
     for name, group in graph.prunable.items():
         size = model.get_submodule(name).weight.detach().flatten(1).norm(dim=1)

@@ -28,7 +28,7 @@ WRAPPED = set(_symbolic_trace._wrapped_fns_to_patch)  # torch adds more when it 
 
 
 def torch_state() -> list[object]:
-    """Everything that polarprune patches."""
+    """Return everything that polarprune patches."""
     return [
         *(getattr(torch, name) for name in FACTORIES),
         *(vars(kind)[name] for kind, name in patches._SWITCHES),
@@ -92,7 +92,7 @@ def test_patches_nest() -> None:
 
 
 def in_thread(function: Callable[[], object]) -> object:
-    """The result of a function in another thread."""
+    """Return the result of a function in another thread."""
     found: list[object] = []
     thread = threading.Thread(target=lambda: found.append(function()))
     thread.start()
@@ -117,7 +117,7 @@ def test_other_threads_see_torch_as_it_is() -> None:
 
 
 class Bakes(nn.Module):
-    """Runs other code while its forward is captured."""
+    """A module that runs other code while its forward is captured."""
 
     meanwhile: Any = None
 

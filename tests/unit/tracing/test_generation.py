@@ -1,4 +1,4 @@
-"""A cache in the output: what counts as one; generation with it is followed and compared."""
+"""A cache in the output: what counts as one, and how generation with it is traced and compared."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_arguments_that_only_share_a_name_with_those_of_transformers_are_no_toke
 
 @pytest.mark.parametrize("kind", ["two axes", "added", "chosen"])
 def test_one_more_token_is_what_a_longer_input_gives(kind: str) -> None:
-    """Padding on the left, with positions: the last row of a run on all tokens."""
+    """Padding on the left, with positions: compare with the last row of a run on all tokens."""
     model, longer = Decoder("class").eval(), torch.cat([IDS, IDS[:, :1]], 1)
     padding = torch.ones_like(longer)
     padding[0, :2] = 0
@@ -190,7 +190,7 @@ for kind in (torch.bfloat16, torch.float16):
 
 
 def test_weights_of_low_precision_are_proved_in_float32() -> None:
-    """In a process of its own: not every CPU multiplies matrices of bfloat16 by default."""
+    """Run in a separate process, because not every CPU multiplies bfloat16 matrices by default."""
     given = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "error", "-c", TRAINED]
     run = subprocess.run(command, env=given, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""A run puts everything back, without copies of weights that nothing writes to."""
+"""A run restores everything, without copying weights that nothing writes to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from polarprune.tracing.model_state import restored
 
 
 class Adapter(nn.Linear):
-    """A layer whose `train` adds a correction to its weight, and takes it away again."""
+    """A layer whose `train` adds a correction to its weight and removes it again."""
 
     def __init__(self, way: str) -> None:
         torch.manual_seed(0)

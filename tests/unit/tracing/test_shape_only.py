@@ -1,4 +1,4 @@
-"""Stand-ins give what the operation would give, but for the values; else they leave it to it."""
+"""Shape-only operations return what the operation returns, except the values, or call it."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_channels_last_is_left_to_the_operation() -> None:
 
 
 class Picky(nn.Module):
-    """Looks at the values of a product."""
+    """A network that reads the values of a product."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 
 def line_of(kind: type[nn.Module], text: str) -> str:
-    """file:line of the line of the forward that contains this text."""
+    """Return file:line of the line of the forward that contains this text."""
     lines, first = inspect.getsourcelines(kind.forward)
     (offset,) = (number for number, line in enumerate(lines) if text in line)
     return f"test_source_lines.py:{first + offset}"
@@ -69,7 +69,7 @@ def test_a_reason_in_a_rewritten_forward_names_the_original_line() -> None:
 
 
 class Wrapped(nn.Module):
-    """Calls a child with code of its own from a forward that is rewritten."""
+    """A module with a rewritten forward that calls a child with its own code."""
 
     def __init__(self) -> None:
         super().__init__()

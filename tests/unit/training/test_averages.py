@@ -43,7 +43,7 @@ class OfTorch:
 
 
 class OfUltralytics:
-    """A deep copy, and the floating-point entries of both state dicts."""
+    """An average as in Ultralytics: a deep copy that is updated through both state dicts."""
 
     def __init__(self, model: nn.Module) -> None:
         self.module = copy.deepcopy(model).eval()
@@ -59,7 +59,7 @@ class OfUltralytics:
 
 
 class ByData:
-    """The loop that people write: it goes around torch's version counters."""
+    """An average as users write it, which bypasses torch's version counters."""
 
     def __init__(self, model: nn.Module) -> None:
         self.module = copy.deepcopy(model)

@@ -1,10 +1,11 @@
-"""The model's own state dict has the pruner's state: model and optimizer are all that is stored."""
+"""The model's own state dict contains the pruner's state: no third state has to be stored."""
 
 from __future__ import annotations
 
 import copy
 import io
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ FILES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 
 def resumed(first: Parts, through: Callable[..., Any] = by_torch, **settings: Any) -> Parts:
-    """A new run, from the states of the model and the optimizer alone."""
+    """Build a new run from only the states of the model and the optimizer."""
     second = build(**settings)
     second[1].load_state_dict(through(first[1].state_dict()))
     second[2].load_state_dict(by_torch(first[2].state_dict()))
@@ -64,15 +65,14 @@ def test_model_and_optimizer_are_enough_to_resume_bit_equal(
     optimizer: str, compact: str | None, file: str
 ) -> None:
     settings = {"optimizer": optimizer, "compact": compact}
-    whole = build(**settings)
-    learn(whole, 0, STEPS)
-    for stop in (3, 15, 25):
-        first = build(**settings)
-        learn(first, 0, stop)
-        second = resumed(first, FILES[file], **settings)
-        learn(second, stop, STEPS)
-        assert_same_runs(second, whole)
-    assert bool(second[0].compactions) == (compact == "auto")
+    whole, parts = build(**settings), build(**settings)
+    for first, last in pairwise((0, 3, 15, 25, STEPS)):
+        if first:
+            parts = resumed(parts, FILES[file], **settings)
+        for one in (whole, parts):
+            learn(one, first, last)
+        assert_same_runs(parts, whole)
+    assert bool(parts[0].compactions) == (compact == "auto")
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
@@ -239,7 +239,7 @@ def refused(parts: Parts, message: str) -> None:
 
 
 def weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All but running statistics, which a forward pass moves."""
+    """Return all entries except running statistics, which a forward pass changes."""
     return {key: x for key, x in state.items() if "running" not in key and "num_" not in key}
 
 
@@ -296,6 +296,16 @@ def test_weights_of_the_model_without_gates_are_refused_and_nothing_changes(stri
     assert same_state(before, snapshot(model))
     learn(parts, 2, 3)
     assert pruner.step_count == 3
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_the_state_of_a_wrapper_is_refused_and_nothing_changes(strict: bool) -> None:
+    (_, first, _), (_, second, _) = build(), build()
+    before = snapshot(second)
+    with pytest.raises(pp.PruneError, match=r"begin with 'module\.', as it is of a wrapper"):
+        second.load_state_dict(nn.DataParallel(first).state_dict(), strict=strict)
+    assert same_state(before, snapshot(second))
+    nn.DataParallel(second).load_state_dict(nn.DataParallel(first).state_dict())
 
 
 def test_other_weights_are_loaded_as_torch_does() -> None:

@@ -1,4 +1,4 @@
-"""The cost follows its path, and what the loss needs least for its price closes first."""
+"""The cost follows its path, and gates with the least worth per price close first."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fresh(steps: int = STEPS) -> pp.Pruner:
 
 @torch.no_grad()
 def step(pruner: pp.Pruner, gains: Tensor) -> None:
-    """As after a step on a loss of which only this is known: what it gains when a gate opens."""
+    """Take a step on a loss of which only the gain from opening each gate is known."""
     sizes = [len(gate.alpha) for gate in pruner.gates.values()]
     for gate, gain in zip(pruner.gates.values(), gains.split(sizes), strict=True):
         gate.alpha += gain * gate_slope(gate.alpha, gate.eps)
@@ -112,7 +112,7 @@ def test_no_other_gate_moves_by_more_than_the_cap_in_one_step_whatever_pushes_it
 
 
 def test_the_worth_of_a_gate_is_what_the_loss_loses_without_it_to_first_order() -> None:
-    """Against finite differences of the loss in the gates themselves."""
+    """Compare with finite differences of the loss by the gates."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 3)).double()
     x = torch.randn(5, 6, dtype=torch.float64)

@@ -108,7 +108,7 @@ def test_compaction_by_hand_renews_the_wrapper(runs: Runs) -> None:
 def test_a_wrapper_that_cannot_be_renewed_is_left_alone_with_the_remedy(runs: Runs) -> None:
     for found in runs("strange hook"):
         assert len(found["warnings"]) == 1
-        assert 'compact="auto" is given up' in found["warnings"][0]
+        assert 'compact="auto" is turned off' in found["warnings"][0]
         assert "communication hook" in found["error"] and "del ddp" in found["error"]
         assert found["compactions"] == 1  # without the wrapper, as the remedy says
 
@@ -173,7 +173,7 @@ def test_reading_the_state_of_an_optimizer_is_no_step(runs: Runs, name: str) -> 
 def test_compaction_of_a_sharded_model_is_given_up(runs: Runs) -> None:
     found = runs("sharded refusals")[0]
     assert "cannot be cut" in found["compact"]
-    assert [text for text in found["warnings"] if "given up" in text and "fully_shard" in text]
+    assert [text for text in found["warnings"] if "turned off" in text and "fully_shard" in text]
 
 
 def test_a_wrong_order_with_fully_shard_is_refused(runs: Runs) -> None:

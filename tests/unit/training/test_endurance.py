@@ -1,4 +1,4 @@
-"""Broken runs go on as if nothing had happened (`make endurance` breaks more of them)."""
+"""Broken runs resume bit-equal to uninterrupted ones (`make endurance` breaks more of them)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="runs are broken
 
 
 def endured(*kinds: str, **options: int) -> None:
-    """A trial of each kind, in a process that may fork."""
+    """Run a trial of each kind, in a process that may fork."""
     command = [sys.executable, "-m", "tests.helpers.endurance"]
     command += ["--trials", str(len(kinds)), *(f"--only={kind}" for kind in kinds)]
     command += [f"--{name}={value}" for name, value in options.items()]

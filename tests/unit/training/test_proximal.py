@@ -36,7 +36,7 @@ def objective(alpha: Tensor) -> float:
 
 
 def problem(seed: int, groups: int = 4) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A random α, its owners and a random symmetric resource model, own terms included."""
+    """Return a random α, its owners and a random symmetric resource model with diagonal terms."""
     generator = torch.Generator().manual_seed(seed)
     owner = torch.arange(groups).repeat_interleave(3 + seed % 4)
     alpha = torch.randn(len(owner), generator=generator, dtype=torch.float64)
@@ -88,7 +88,7 @@ def test_prices_are_the_slope_of_the_cost() -> None:
 def algorithm_1(
     alpha: list[float], owner: list[int], q: Tensor, b: Tensor, scale: float, sweeps: int, rule: str
 ) -> list[float]:
-    """The paper's loop, entry by entry."""
+    """Compute the paper's loop entry by entry."""
     now = list(alpha)
     for _ in range(sweeps):
         live = [
@@ -164,7 +164,7 @@ def test_both_initialisations_settle_at_the_same_point() -> None:
 
 
 def test_where_it_settles_need_not_be_the_global_optimum() -> None:
-    """As the paper says. Here the best is to give up x: ½(0.1² + 0.2²) = 0.025."""
+    """The paper says so, too. The global minimum is at x = 0: ½(0.1² + 0.2²) = 0.025."""
     supports = itertools.product((0.0, 1.0), repeat=5)
     best = min(objective(TARGET * torch.tensor(s, dtype=torch.float64)) for s in supports)
     assert best == pytest.approx(0.025)
@@ -176,7 +176,7 @@ def test_where_it_settles_need_not_be_the_global_optimum() -> None:
 
 
 def steps_to_close(prox, start: float, beta: float, limit: int = 100) -> int:
-    """How many steps, one after another, until an unopposed α is zero; `limit` if never."""
+    """Return after how many steps an α without gradient is zero; `limit` if never."""
     owner, q = torch.tensor([0]), torch.zeros(1, 1, dtype=torch.float64)
     alpha = torch.tensor([start], dtype=torch.float64)
     for step in range(limit):

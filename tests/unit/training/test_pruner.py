@@ -1,4 +1,4 @@
-"""The pruner in the training loops that people have."""
+"""The pruner in the training loops that users write."""
 
 from __future__ import annotations
 
@@ -198,6 +198,16 @@ def test_eps_is_that_of_the_schedule_after_every_step() -> None:
     assert seen == pytest.approx([pp.Schedule().eps(step, STEPS) for step in range(1, STEPS + 1)])
 
 
+def test_a_step_by_hand_is_refused_once_an_optimizer_is_attached() -> None:
+    pruner = setup(steps=100, macs=0.5)
+    optimizer = torch.optim.SGD(pruner.param_groups(lr=0.1))
+    pruner.step()
+    pruner.attach(optimizer)
+    with pytest.raises(pp.PruneError, match=r"step: an optimizer is attached.*Remove the call"):
+        pruner.step()
+    assert pruner.step_count == 1
+
+
 def test_no_alpha_shrinks_faster_than_within_the_window() -> None:
     pruner = setup(steps=100, macs=0.2)
     most = 1 / pruner.schedule.window_of(100)
@@ -294,7 +304,7 @@ def test_the_report_names_the_multiple_that_was_asked_for() -> None:
 
 
 def resumed(stop: int, name: str, goal: dict[str, float]) -> dict[str, Any]:
-    """Train, stop after some steps, go on with new objects; the state at the end."""
+    """Train, stop after some steps, resume with new objects, and return the state at the end."""
     pruner = setup(steps=20, **goal)
     optimizer = OPTIMIZERS[name](pruner)
     pruner.attach(optimizer)
@@ -438,16 +448,16 @@ def test_a_deep_copy_of_a_gated_model_shares_its_gates_within_and_not_without() 
 
 
 def test_where_float32_rounds_too_coarsely_the_proof_is_made_in_float64(monkeypatch) -> None:
-    """As on a GPU with TF32: the single-precision comparison fails, the double one decides."""
+    """As on a GPU with TF32: the comparison in float32 fails, and the one in float64 decides."""
     pruner = prune(digits_resnet(8), STEPS, channels=1, size=8, macs=0.5)
-    real = polarprune.surgery.proof.prove_equal
+    real = polarprune.surgery.cut_proof.prove_equal
 
     def coarse(one: nn.Module, *rest: Any) -> Any:
         if next(one.parameters()).dtype == torch.float32:
             raise pp.PruneError("rounded")
         return real(one, *rest)
 
-    monkeypatch.setattr(polarprune.surgery.proof, "prove_equal", coarse)
+    monkeypatch.setattr(polarprune.surgery.cut_proof, "prove_equal", coarse)
     pruner.export()
     assert set(pruner.proof) > {"eval, in float64", "train, in float64"}
     assert all(key.endswith(", in float64") for key in pruner.proof)
@@ -470,7 +480,7 @@ def test_a_wrong_cut_is_refused_in_float64_too(monkeypatch) -> None:
 
 
 class Keeps(nn.Module):
-    """Holds on to an activation, as for a penalty or a plot."""
+    """A module that keeps an activation, as for a penalty or a plot."""
 
     def __init__(self) -> None:
         super().__init__()

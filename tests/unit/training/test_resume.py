@@ -1,4 +1,4 @@
-"""Resuming: bit-equal wherever the run was interrupted; a damaged state changes nothing."""
+"""A resumed run is bit-equal wherever it was interrupted; a damaged state changes nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ State = dict[str, Any]
 
 
 def stored(parts: tuple[Any, ...]) -> list[State]:
-    """The states, through a file."""
+    """Write the states to a file and read them."""
     file = io.BytesIO()
     torch.save([part.state_dict() for part in parts], file)
     file.seek(0)
@@ -97,7 +97,7 @@ def test_what_was_given_up_is_not_tried_again_after_a_break() -> None:
 
 
 def picture(parts: Parts) -> list[Any]:
-    """All that must not change: states, hooks, modes, classes, outputs."""
+    """Return everything that must not change: states, hooks, modes, classes, outputs."""
     pruner, model, optimizer = parts
     modules = list(model.modules())
     with torch.random.fork_rng(), torch.no_grad():
@@ -122,7 +122,7 @@ def refused(parts: Parts, message: str) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def whole_state() -> State:
-    """Of a run in the middle of which channels were removed."""
+    """Return the state of a run in the middle of which channels were removed."""
     parts = build(compact="auto")
     learn(parts, 0, 30)
     assert parts[0].compactions
@@ -131,14 +131,14 @@ def whole_state() -> State:
 
 @pytest.fixture(scope="module")
 def fresh() -> Parts:
-    """In training, nothing removed yet. No test changes it: that is what they are about."""
+    """Return a run in training with nothing removed yet; the tests check that it stays so."""
     parts = build(compact="auto")
     learn(parts, 0, 4)
     return parts
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The ways to all parts of a state; of lists, the first and the last."""
+    """Yield the paths to all parts of a state; of lists, to the first and the last."""
     yield path
     if isinstance(value, dict):
         for key, inner in value.items():
@@ -163,7 +163,7 @@ def changed(state: State, path: tuple[Any, ...], new: Any) -> Any:
 
 
 def damages(value: Any) -> Iterator[Any]:
-    """What a part may have become."""
+    """Yield what a part may be damaged to."""
     yield from (None, "text", [], {}, torch.zeros(2, 3, 4), object(), math.nan, -1, 10**400)
     if isinstance(value, Tensor):
         yield from (value[None], value.to(torch.complex64), value.to(torch.int8), value.to("meta"))
@@ -183,7 +183,7 @@ def damages(value: Any) -> Iterator[Any]:
 
 
 def is_as_good(path: tuple[Any, ...], new: Any) -> bool:
-    """A change that is none, or after which the state is one of another run, no less whole."""
+    """Return whether a change has no effect, or gives a valid state of another run."""
     return path == ("given_up",) and isinstance(new, bool)
 
 

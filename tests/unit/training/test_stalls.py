@@ -1,4 +1,4 @@
-"""No stalls: the step reads nothing back from the device, and compiled code is compiled once."""
+"""The step reads nothing back from the device, and compiled code is compiled once."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def assert_uniform(pruner: pp.Pruner) -> None:
 
 
 def cheapest_block(pruner: pp.Pruner, n: Tensor) -> float:
-    """The least that one more block of any family would cost."""
+    """Return the lowest cost of one more block of any family."""
     budget = pruner.budget
     wider = n + budget.families.totals(torch.diag(budget.multiple.double()))
     there = (wider <= budget.cost.full).all(1)

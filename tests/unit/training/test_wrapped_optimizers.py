@@ -1,4 +1,4 @@
-"""`attach` takes the optimizer out of wrappers such as accelerate's, and follows its real steps."""
+"""`attach` finds the optimizer inside wrappers such as accelerate's, and follows its real steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("shared_traces")
 
 
 class Wrapper:
-    """Holds an optimizer, and is none."""
+    """A wrapper that holds an optimizer without being one."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -28,7 +28,7 @@ class Wrapper:
 
 
 class NamedWrapper(torch.optim.Optimizer):
-    """An optimizer by name only: like accelerate's, it does not call the constructor of torch."""
+    """A subclass of Optimizer that, like accelerate's, does not call torch's constructor."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer

@@ -144,13 +144,21 @@ def _slice_with_step(flow: Flow, op: Op, layer: Tensor, axis: int) -> None:
 
 
 def select(flow: Flow, op: Op) -> None:
-    """select: one index of an axis, by a number that counts channels."""
-    source = op.args[0]
+    """select: one index of an axis, by a number that counts channels.
+
+    If the result is discarded, any channel will do, and there only have to be enough.
+    """
+    source, index = op.args[0], op.args[2]
     axis = op.args[1] % len(source.shape)
     for layer in flow.layers(source):
         if axis in support(layer):
-            flow.channel_counts.append((op, layer, axis))
-            _freeze_repeated(flow, op, layer, axis)
+            if flow.labels.binding:
+                flow.channel_counts.append((op, layer, axis))
+                _freeze_repeated(flow, op, layer, axis)
+            else:
+                why = f"{op.name} takes index {index} in {op.where}, and its result is not used"
+                needed = index + 1 if index >= 0 else -index
+                flow.at_least.append(AtLeast(layer, axis, needed, why))
     movement(flow, op)
 
 

@@ -1,4 +1,4 @@
-"""Folders of photos: `imagenet:DIR` and, for networks of one's own, `folder:DIR`.
+"""Folders of photos: `imagenet:DIR` and, for the user's own networks, `folder:DIR`.
 
 The layout is that of PyTorch's example: DIR/train/CLASS/NAME.jpg and DIR/val/CLASS/NAME.jpg.
 Workers read the photos while the model trains. With `torchrun`, every process has its own GPU and
@@ -33,7 +33,7 @@ LabelledPhotos = Dataset[tuple[Tensor, int]]
 
 
 class PhotoFolder(Protocol):
-    """What is used of torchvision's ImageFolder."""
+    """The part of torchvision's ImageFolder that is used here."""
 
     root: str
     classes: list[str]

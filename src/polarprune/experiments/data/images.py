@@ -1,4 +1,4 @@
-"""Images that all lie on the device, where crops and flips are drawn.
+"""Images in the memory of the device, which also draws crops and flips.
 
 CIFAR-10 and Tiny ImageNet are such data sets. A CUDA graph can hold the whole step.
 """
@@ -31,7 +31,7 @@ class Images:
         y: The class of each image.
         mean: Mean of each colour, which is subtracted; by default that of CIFAR-10.
         std: Standard deviation of each colour, by which it is divided.
-        shift: Training images are shifted by up to so many pixels.
+        shift: Training images are shifted by up to this many pixels.
     """
 
     x: Tensor

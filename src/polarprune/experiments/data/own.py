@@ -1,4 +1,4 @@
-"""Data of one's own: `--data file.py:make_data`, a function without arguments.
+"""The user's own data: `--data file.py:make_data`, a function without arguments.
 
 It returns two data sets or two loaders, for training and for validation. An item of a data set is
 an input tensor and its class, an integer. A batch of a loader is a tensor of inputs and a tensor of
@@ -159,7 +159,7 @@ def open_own(name: str) -> OwnData:
 
 
 def _checked(name: str, train: Part, test: Part) -> OwnData:
-    """Return the task of two parts, after a look at a batch of each."""
+    """Return the task of two parts, after a check of a batch of each."""
     loaders = [_loader(name, part, data) for part, data in zip(_PARTS, (train, test), strict=True)]
     for part, loader in zip(_PARTS, loaders, strict=True):
         _check_batch(name, part, next(iter(loader), None))

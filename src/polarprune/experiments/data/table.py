@@ -1,4 +1,4 @@
-"""`open_data`: data sets by name, such as `cifar10:DIR`, and those of one's own."""
+"""`open_data`: data sets by name, such as `cifar10:DIR`, and the user's own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FORMS = (*(f"{kind}:DIR" for kind in (*DATA_SETS, _FOLDER)), f"{_TEXT}:FILE", "f
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of data that a name is of, one of `KINDS`."""
+    """Return the kind of data that a name stands for, one of `KINDS`."""
     kind = name.partition(":")[0]
     return kind if kind in KINDS[:-1] else OWN
 

@@ -1,4 +1,4 @@
-"""`Task` and `Stream`: all that an experiment knows about its data.
+"""`Task` and `Stream`: the interface between an experiment and its data.
 
 A `Task` holds the training and the test examples and scores a model. Its `Stream` makes the
 training batches and computes the loss.

@@ -1,7 +1,7 @@
 """Text: `text:FILE`, a file in UTF-8 whose characters a network predicts one by one.
 
-As in nanoGPT, the first 90 % of the characters are to learn from and the rest is to score on. An
-example is a window of `context` characters, whose targets are the characters that follow each of
+As in nanoGPT, the network learns from the first 90 % of the characters and is scored on the rest.
+An example is a window of `context` characters, whose targets are the characters that follow each of
 them. The windows of training begin anywhere; those that are scored lie side by side.
 """
 
@@ -27,7 +27,7 @@ _SAME = 1e-3  # difference of a loss that rounding may cause
 
 @dataclass(frozen=True)
 class Text(Task):
-    """The characters to learn from and to score on, as numbers from 0 on.
+    """The characters to learn from and to score on, as numbers that start at 0.
 
     Attributes:
         train: The characters to learn from, in their order.

@@ -1,4 +1,4 @@
-"""Pascal VOC segmentation: all photos lie on the device, where scales, crops and flips are drawn.
+"""Pascal VOC segmentation: photos in the memory of the device, which draws scales, crops and flips.
 
 `voc:DIR` names the unpacked folder with JPEGImages, SegmentationClass and
 ImageSets/Segmentation/{train,val}.txt, or a folder above it (VOC2012, VOCdevkit).

@@ -1,7 +1,7 @@
 """`thin` and `reinit`: the controls that do not prune. A small network is trained from scratch.
 
 `thin` scales all widths of the network alike until it meets the budget. `reinit` has the widths
-that a pruning run found. The weights of both are drawn as those of the original network are.
+that a pruning run found. The weights of both are initialized like those of the original network.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def plan_of_thin(graph: Graph, limits: Limits, multiple_of: int | str = 1) -> Pl
 
 
 def plan_of_shapes(graph: Graph, limits: Limits, shapes: JsonObject) -> Plan:
-    """Return a plan with given widths; which channels stay is of no matter, as all are new."""
+    """Return a plan with given widths. Which channels it keeps makes no difference: all are new."""
     sizes = {name: group.size for name, group in graph.prunable.items()}
     before = {name: pair[1] for name, pair in shapes.items() if name in sizes}
     if before != sizes:

@@ -1,9 +1,9 @@
 """`METHODS`: the compared methods by name.
 
 All train with the same data, network, seed, epochs, learning rates and budget as polarprune. Each
-trains on from the baseline and adds something to the steps. Then a plan that meets the budget is
-made, the channels are removed, and the small network is fine-tuned. Only Torch-Pruning does the
-cutting itself.
+continues training from the baseline and adds something to the steps. Then it makes a plan that
+meets the budget, removes the channels, and fine-tunes the small network. Only Torch-Pruning does
+the cutting itself.
 
 | method | during training | removed |
 |---|---|---|

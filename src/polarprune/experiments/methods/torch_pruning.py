@@ -39,7 +39,7 @@ class _Member(Protocol):
 
 
 class _Pruner(Protocol):
-    """What is used of Torch-Pruning's GroupNormPruner."""
+    """The part of Torch-Pruning's GroupNormPruner that is used here."""
 
     _groups: Sequence[Sequence[_Member]]
 

@@ -51,7 +51,7 @@ def from_torchvision(name: str, weights: str | None = None, **options: object) -
     Args:
         name: Its name in torchvision.
         weights: Name of published weights; None for new ones.
-        **options: Of the model, such as `num_classes`.
+        **options: Options of the model, such as `num_classes`.
 
     Raises:
         PruneError: torchvision cannot be imported, or the weights cannot be downloaded.

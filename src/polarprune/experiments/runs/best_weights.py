@@ -9,9 +9,9 @@ from .trainer import Trainer, TrainerState
 
 
 class BestWeights:
-    """Keeps the state of a trainer's model at its best score, and puts it back at the end.
+    """Keeps the state of a trainer's model at its best score, and restores it at the end.
 
-    Nothing is kept while a pruner has not met its budget, and of a method that cuts at the end.
+    Nothing is kept before a pruner has met its budget, or for a method that cuts at the end.
 
     Args:
         higher_is_better: Whether a higher score is better.
@@ -36,7 +36,7 @@ class BestWeights:
             self.state = {"score": score, "done": trainer.done, "weights": kept}
 
     def restore(self, trainer: Trainer) -> None:
-        """Put the best weights back, if any were kept.
+        """Restore the best weights, if any were kept.
 
         Args:
             trainer: The trainer of the model.

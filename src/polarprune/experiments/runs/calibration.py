@@ -1,4 +1,4 @@
-"""Re-estimating the statistics of batch norms, permanently or temporarily."""
+"""Re-estimate the statistics of batch norms, permanently or temporarily."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing the files of a run so that a kill or a full disk leaves the old file intact."""
+"""Write the files of a run so that a kill or a full disk leaves the old file intact."""
 
 from __future__ import annotations
 

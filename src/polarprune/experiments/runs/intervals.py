@@ -1,4 +1,4 @@
-"""How far apart two methods are, with a 95 % interval by Student's t."""
+"""The difference of two methods, with a 95 % interval by Student's t."""
 
 from __future__ import annotations
 

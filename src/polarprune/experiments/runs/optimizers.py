@@ -1,4 +1,4 @@
-"""The optimizer of a training: made of settings, with parameters in groups."""
+"""Make the optimizer of a training from settings and groups of parameters."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def train_small(
         shapes: For "reinit", group name -> width and original width.
     """
     if method == "reinit" and shapes is None:
-        raise PruneError("reinit: give the widths of a pruned network, as --shapes FILE.")
+        raise PruneError("reinit: give the widths of a pruned network with --shapes FILE.")
     settings, teacher = run.settings, baseline if run.settings.distill else None
     run.seed("scratch")
     small, widths = small_network(run, limits, shapes)

@@ -126,7 +126,7 @@ def _fit(trials: list[Trial], show: Show) -> list[Any]:
 
 
 def _store(trial: Trial) -> Path:
-    """Return the folder for Tune's own files, which nobody needs afterwards."""
+    """Return the folder for Tune's own files, which are deleted afterwards."""
     out = Path(trial.folder, trial.out)
     return (out.parent if trial.limits else out).resolve() / ".tune"
 
@@ -137,7 +137,7 @@ def _train(config: JsonObject) -> None:
     trial = Trial(**config["trial"])
     try:
         run_trial(trial, lambda row: report({"row": row, "error": ""}))
-    except PruneError as error:  # it would fail again, so it is no failure that Ray repeats
+    except PruneError as error:  # it would fail again, so Ray must not retry it
         report({"row": {}, "error": f"{trial.out}: {error}"})
     else:
         report({"row": {}, "error": ""})

@@ -1,9 +1,9 @@
-"""The trials of a referee: ours, thin networks, and other methods, as equals.
+"""The trials of a referee: our method, thin networks and other methods, on equal terms.
 
-All have the same data, teacher and seeds, and start from the same baseline. The epochs are chosen
-for each so that all epochs together are as many as ours, or that the whole training costs as much
-(`training_cost`). Other methods cut after half of them, `magnitude` and `random` after the first,
-and are fine-tuned for the others. Ours and `l0` have the final shape in the second half already.
+All have the same data, teacher and seeds, and start from the same baseline. Each trains for as many
+epochs in total as our method, or until its training has cost the same (`training_cost`). Other
+methods cut after half of their epochs (`magnitude` and `random` after the first) and are fine-tuned
+for the rest. Our method and `l0` already have the final widths in the second half.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OURS = "gdp"
 CONTROLS = (*FROM_SCRATCH, *METHODS)
 EQUALS = ("cost", "epochs")
 _UNTRAINED = ("magnitude", "random")  # which a training before the cut does not help
-_LANDING = ("l0",)  # whose cost falls along the path of ours, so that its weights can adapt
+_LANDING = ("l0",)  # its cost follows the same path as ours, so its weights can adapt
 
 
 class Entry(NamedTuple):
@@ -87,13 +87,13 @@ def trial_of(base: Trial, entry: Entry, seed: int, changes: JsonObject) -> Trial
 
 
 def control_trial(base: Trial, entry: Entry, seed: int, settings: Settings) -> Trial:
-    """Return the trial of a control; ours with the same seed is finished.
+    """Return the trial of a control; our method's trial with the same seed is finished.
 
     Args:
         base: What all trials have in common.
         entry: The row of the control.
         seed: The seed.
-        settings: The settings of ours.
+        settings: The settings of our method.
     """
     ours = read_json(Path(base.folder, trial_of(base, Entry(OURS), seed, {}).out, "card.json"))
     return trial_of(base, entry, seed, epochs_of(entry, settings, base.changes, ours))
@@ -106,9 +106,9 @@ def epochs_of(
 
     Args:
         entry: The row of the control.
-        settings: The settings of ours.
-        given: What the user changed of them; a given rate of fine-tuning is kept.
-        ours: The card of ours.
+        settings: The settings of our method.
+        given: The settings that the user changed; a given rate of fine-tuning is kept.
+        ours: The card of our method.
         macs: MACs of an example of the small network of the control, where they are not those of
             ours; see `macs_of_control`.
     """
@@ -159,10 +159,10 @@ def _cut(run: Run, method: str, limits: Limits) -> nn.Module:
 def obstacle(run: Run, method: str, limits: Limits) -> str:
     """Return why a method cannot prune this network, or an empty text.
 
-    It prunes a network with new weights: better now than after hours of training.
+    It prunes a network with new weights, to fail now instead of after hours of training.
 
     Args:
-        run: The run of ours.
+        run: The run of our method.
         method: One of `METHODS`.
         limits: The budget.
     """

@@ -29,7 +29,7 @@ def row_of(entry: Entry, cards: list[JsonObject], ours: list[float], task: Task)
     Args:
         entry: The method.
         cards: Its cards, one for each seed.
-        ours: The scores of ours.
+        ours: The scores of our method.
         task: The data, which says whether a higher score is better.
     """
     scores = [card["table"][-1][card["measure"]] for card in cards]
@@ -154,7 +154,7 @@ def _difference(row: JsonObject) -> Difference:
 
 def name_of(row: JsonObject) -> str:
     """Return the name of a method, for sentences and pictures."""
-    names = {"thin": "a thin network", "reinit": "a network of our widths, drawn anew"}
+    names = {"thin": "a thin network", "reinit": "a network of our widths with new weights"}
     name = names.get(row["method"]) or short_name(row)
     return f"{name} ({EQUAL.get(row['equal'], row['equal'])})" if row["equal"] else name
 

@@ -1,4 +1,4 @@
-"""Timing a few steps, to predict how long a training takes and how much memory it needs."""
+"""Time a few steps, to predict how long a training takes and how much memory it needs."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from ...report.facts import JsonObject
 from ...report.report import Report
 from ..networks.table import code_of
 
-_BATCH = 16  # at most so many examples are timed together
+_BATCH = 16  # at most this many examples are timed together
 _RUNS = 20
 
 
@@ -51,5 +51,5 @@ def write_report(
     write_text(folder / "report.json", report.to_json())
     try:
         write_text(folder / "report.html", report.to_html())
-    except PruneError as error:  # a training is not lost because a package for its page is
+    except PruneError as error:  # a package for the page is missing: keep the rest
         warnings.warn(f"{error} report.json was written.", stacklevel=2)

@@ -1,6 +1,6 @@
 """`Run`: an experiment from data to card; resumable.
 
-A run trains a baseline, prunes it while it trains on, removes the closed channels, scores the
+A run trains a baseline, prunes it in a second training, removes the closed channels, scores the
 result and fine-tunes it if asked to.
 """
 
@@ -93,7 +93,7 @@ class Run:
         return model
 
     def claim(self, what: JsonObject) -> None:
-        """Refuse a folder that holds another run; otherwise write down which run this is.
+        """Refuse a folder that holds another run; otherwise record which run this is.
 
         Args:
             what: Facts about the run that are not in the settings: method, budget, hold-out.
@@ -247,7 +247,7 @@ class Run:
         settings = self.settings
         steps = min(steps, self.batches.per_epoch - WARM_UP)
         if steps < 1:
-            raise PruneError(f"--dry-run: an epoch has only {self.batches.per_epoch} batches.")
+            raise PruneError(f"--dry-run: an epoch has too few batches: {self.batches.per_epoch}.")
         stages = {}
         if not (trained or is_published(settings)):
             epochs, lr = max(settings.baseline_epochs, 1), settings.baseline_lr

@@ -1,4 +1,4 @@
-"""What a training starts from: initial weights, and a network that fits the data."""
+"""Prepare the start of a training: load initial weights, and check that network and data fit."""
 
 from __future__ import annotations
 

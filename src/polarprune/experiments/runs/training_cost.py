@@ -8,8 +8,8 @@ cost of a run is the sum over all steps of all stages that its result needs:
 - the pruning, where the cost falls only if `compact` removes channels during the training;
 - the fine-tuning; or the training from scratch of `thin` and `reinit`.
 
-What it cost to train the weights that a run started from (`--start`) is stated as "start", if their
-file says it, but is not a part of the sum: that was another training, on other data.
+The cost of training the weights that a run started from (`--start`) is stored as "start" if their
+file states it. It is not part of the sum: that was another training, on other data.
 
 Not counted: scores on test data, statistics of batch norms that are estimated again, traces, and
 operations without products (activations, norms, gates, the optimizer).

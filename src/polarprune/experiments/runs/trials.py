@@ -147,7 +147,7 @@ def checked_shapes(method: str, shapes: Path | None) -> JsonObject | None:
         raise PruneError(
             f"--shapes: {method} has no use for it. Leave it out."
             if shapes
-            else "reinit: give the widths of a pruned network, as --shapes FILE."
+            else "reinit: give the widths of a pruned network with --shapes FILE."
         )
     return None if shapes is None else widths_in(shapes)
 

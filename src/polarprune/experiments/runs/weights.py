@@ -1,4 +1,4 @@
-"""State dicts in files: writing them, and loading all or some of their weights into a network."""
+"""Write state dicts to files, and load all or some of their weights into a network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of files that anyone may have written, made before anything is built from them.
+"""Check files that anyone may have written, before anything is built from them.
 
 A file may hold any bytes. `load` accepts only what `save` would write for the model that the user
 passes; everything else raises one `PruneError`. The checks run in this order:

@@ -1,4 +1,4 @@
-"""Reads JSON text of limited length, size and depth, and nothing beyond the JSON standard."""
+"""Read JSON text of limited length, size and depth; accept standard JSON only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks the parts of the metadata and the types of all fields, without looking at a model."""
+"""Check the parts of the metadata and the types of all fields, without a model."""
 
 from __future__ import annotations
 

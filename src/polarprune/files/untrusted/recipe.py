@@ -1,4 +1,4 @@
-"""Checks a recipe against the user's model: every name exists, every number follows from sizes."""
+"""Check a recipe against the user's model: every name exists, every number follows from sizes."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def _projections(module: nn.MultiheadAttention) -> dict[str, int]:
 
 
 def _check_unread(recipe: Recipe, tensors: Mapping[str, Tensor]) -> None:
-    """Check that tensors go only where the code that read them is replaced."""
+    """Check that tensors are removed only where the code that read them is replaced."""
     for name in recipe.unread:
         path = name.rpartition(".")[0]
         replaced = path in recipe.rewired or path in recipe.constants
@@ -169,7 +169,7 @@ def _check_unread(recipe: Recipe, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _check_removed(recipe: Recipe, modules: Modules) -> None:
-    """Check that modules go only where the code that called them is replaced."""
+    """Check that modules are removed only where the code that called them is replaced."""
     for path, children in recipe.removed.items():
         require(path in recipe.rewired, f"{path} would lose modules that it calls")
         for child in children:

@@ -1,4 +1,4 @@
-"""The one way in which a check of a file fails."""
+"""Raise the error for a file that fails a check."""
 
 from __future__ import annotations
 

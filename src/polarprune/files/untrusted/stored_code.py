@@ -1,7 +1,7 @@
-"""Checks stored code against the small model: what it reads and calls exists and can be called.
+"""Check stored code against the small model: what it reads and calls exists and can be called.
 
-What a node may be at all is decided earlier, by `decode` in `rewriting.stored_graphs` and the
-names in `rewriting.allowed_calls`.
+Which nodes are allowed is decided earlier, by `decode` in `rewriting.stored_graphs` and the names
+in `rewriting.allowed_calls`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _check_target(path: str, module: nn.Module, node: fx.Node) -> None:
 
 
 def _can_be_called(child: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
-    """Tell from the signature of `forward`, if nothing stands between a call and `forward`."""
+    """Return whether a call fits the signature of `forward`; True if hooks may change the call."""
     direct = type(child).__call__ is nn.Module.__call__ and not child._forward_pre_hooks
     if not direct or hasattr(child.forward, "__wrapped__"):
         return True

@@ -1,4 +1,4 @@
-"""Checks the tensors of a file: their amount before they are read, and how they fit after."""
+"""Check the tensors of a file: their amount before they are read, and their fit afterwards."""
 
 from __future__ import annotations
 
