@@ -7,7 +7,7 @@ import pytest
 from polarprune.experiments.data.cifar10 import Cifar10
 from polarprune.experiments.networks.table import NETWORKS
 from polarprune.experiments.presets import PRESETS
-from tests.helpers.cifar import TINY, Tiny, images
+from tests.helpers.cifar import TINY, Tiny, few_images
 
 
 @pytest.fixture
@@ -20,4 +20,4 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def data() -> Cifar10:
     """Return a few images whose colours say which class they are of."""
-    return Cifar10(images(200), images(60, seed=1))
+    return few_images()

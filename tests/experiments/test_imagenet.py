@@ -199,7 +199,7 @@ def test_a_rehearsal_of_what_is_left_to_do(tmp_path: Path) -> None:
 def test_a_rehearsal_needs_some_batches(tmp_path: Path) -> None:
     data = f"imagenet:{pictures(tmp_path / 'data')}"
     done = runner.invoke(app, ["train", "tiny", "--data", data, "--macs", "0.4", "--dry-run", "9"])
-    assert done.exit_code == 1 and "only 3 batches" in " ".join(done.output.split())
+    assert done.exit_code == 1 and "too few batches: 3" in " ".join(done.output.split())
 
 
 def test_weights_to_begin_with(tmp_path: Path) -> None:

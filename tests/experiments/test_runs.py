@@ -9,6 +9,8 @@ import json
 import pickle
 import shutil
 import subprocess
+import tempfile
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,7 +52,7 @@ from polarprune.experiments.runs.source import commit
 from polarprune.experiments.runs.trainer import Trainer
 from polarprune.experiments.settings import Settings
 from polarprune.surgery.proof import count_macs
-from tests.helpers.cifar import TINY, Tiny, images, runner, written
+from tests.helpers.cifar import TINY, Tiny, few_images, images, runner, written
 from tests.helpers.command_line import train_tiny
 from tests.helpers.forked_commands import ForkedCommand
 
@@ -319,35 +321,40 @@ class Stop(Exception):
     pass
 
 
+@cache
+def uninterrupted() -> dict[str, Any]:
+    """Return the card of the run that the next test cuts off."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(preset("tiny", tune_epochs=2), few_images(), Path(folder))
+        model = run.baseline()
+        torch.manual_seed(5)
+        return run.prune(model, macs=0.5)
+
+
 @pytest.mark.parametrize(("stage", "after"), [("prune", 1), ("prune", 3), ("tune", 0), ("tune", 1)])
 def test_a_run_goes_on_where_it_was_cut_off(
     stage: str, after: int, data: Cifar10, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("polarprune.experiments.runs.run.CHECKPOINT_PAUSE", 0.0)
-    wanted, cards = preset("tiny", tune_epochs=2), []
-    for name in ("whole", "parts"):
-        folder = tmp_path / name
-        seen = 0
+    wanted, seen = preset("tiny", tune_epochs=2), 0
 
-        def stop(row: dict[str, Any]) -> None:
-            nonlocal seen
-            seen += row["stage"] == stage
-            if seen > after:
-                raise Stop
+    def stop(row: dict[str, Any]) -> None:
+        nonlocal seen
+        seen += row["stage"] == stage
+        if seen > after:
+            raise Stop
 
-        start = Run(wanted, data, folder)
-        model = start.baseline()
-        torch.manual_seed(5)
-        if name == "parts":
-            start.progress = stop
-            with pytest.raises(Stop):
-                start.prune(model, macs=0.5)
-            torch.manual_seed(99)  # another process, another state
-            start = Run(wanted, data, folder)
-            model = start.baseline()
-        cards.append(start.prune(model, macs=0.5))
-    assert cards[0]["table"] == cards[1]["table"] and cards[0]["sha256"] == cards[1]["sha256"]
-    rows = (tmp_path / "parts" / "log.jsonl").read_text().count('"stage": "prune"')
+    run = Run(wanted, data, tmp_path)
+    model = run.baseline()
+    torch.manual_seed(5)
+    run.progress = stop
+    with pytest.raises(Stop):
+        run.prune(model, macs=0.5)
+    torch.manual_seed(99)  # another process, another state
+    run = Run(wanted, data, tmp_path)
+    card, whole = run.prune(run.baseline(), macs=0.5), uninterrupted()
+    assert card["table"] == whole["table"] and card["sha256"] == whole["sha256"]
+    rows = (tmp_path / "log.jsonl").read_text().count('"stage": "prune"')
     assert rows == 4 + (stage == "prune")  # one epoch is done again, none after it was finished
 
 

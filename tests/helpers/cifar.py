@@ -41,6 +41,11 @@ def images(count: int, seed: int = 0) -> Images:
     return Images(x.to(torch.uint8), y)
 
 
+def few_images() -> Cifar10:
+    """Return a data set of a few such images."""
+    return Cifar10(images(200), images(60, seed=1))
+
+
 def written(folder: Path, kind: str, count: int = 20) -> Cifar10:
     """Write a tiny CIFAR-10 (`count` images a file) in one of its two published formats."""
     inner = folder / f"cifar-10-batches-{kind}"
