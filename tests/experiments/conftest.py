@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from matplotlib.figure import Figure
 
 from polarprune.experiments.data.cifar10 import Cifar10
 from polarprune.experiments.networks.table import NETWORKS
 from polarprune.experiments.presets import PRESETS
 from polarprune.report import page
+from tests.helpers.charts import drawn_once
 from tests.helpers.cifar import TINY, Tiny, few_images
-
-CHARTS: dict[tuple[str, ...], str] = {}
-DRAW = page.inline_svg
-
-
-def drawn_once(figure: Figure) -> str:
-    """Return the first chart with these axes, which serves for all others."""
-    axes = tuple(panel.get_ylabel() for panel in figure.axes)
-    if axes not in CHARTS:
-        CHARTS[axes] = DRAW(figure)
-    return CHARTS[axes]
 
 
 @pytest.fixture(autouse=True)
 def quick_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw each kind of chart once: the page of a report takes longer than a tiny run."""
+    """Draw each kind of chart once in all tests."""
     monkeypatch.setattr(page, "inline_svg", drawn_once)
 
 

@@ -363,7 +363,7 @@ def test_the_best_weights_survive_a_kill(
     """The fourth epoch is the best one; the run is killed after the fifth of six."""
     monkeypatch.setattr("polarprune.experiments.runs.run.CHECKPOINT_PAUSE", 0.0)
 
-    def scores(run: Run, trainer: Trainer) -> dict[str, float]:
+    def scores(run: Run, trainer: Trainer, *, recalibrates: bool) -> dict[str, float]:
         return {"validation loss": abs(trainer.done / run.batches.per_epoch - 4)}
 
     monkeypatch.setattr(Run, "_scores", scores)
