@@ -254,6 +254,7 @@ def traced() -> Callable[[str], tuple[nn.Module, Any, Graph]]:
     return look
 
 
+@pytest.mark.usefixtures("shared_traces")
 @pytest.mark.parametrize("name", NETS)
 def test_cost_at_full_width_is_what_torch_counts(name: str, traced: Any) -> None:
     model, inputs, graph = traced(name)
