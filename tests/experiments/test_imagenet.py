@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import polarprune as pp
@@ -31,8 +31,9 @@ from polarprune.experiments.settings import Settings
 from polarprune.surgery.proof import count_macs
 from polarprune.tracing.recorder import TRACING_SEED
 from tests.helpers.command_line import train_tiny
+from tests.helpers.forked_commands import run_command
 from tests.helpers.imagenet import TINY, Tiny
-from tests.helpers.processes import environment
+from tests.helpers.processes import fork_two
 
 import_torchvision()
 runner = CliRunner()
@@ -252,65 +253,32 @@ def test_published_weights_stand_in_for_a_baseline(
     assert model is not published and not (tmp_path / "out").exists()
 
 
-DRIVER = """
-import os
-from benchmarks.measure.import_torchvision import import_torchvision
-import_torchvision()
-import torch
-torch.set_num_threads(1)
-from tests.helpers.imagenet import TINY, Tiny
-class Tiny(Tiny):
-    def forward(self, x):
+class Watched(Tiny):
+    """Writes down the seeds with which it was trained in each process."""
+
+    file: Path
+
+    def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            with open({out!r} + os.environ["RANK"], "a") as file:
-                file.write(f"{{torch.initial_seed()}} ")
+            with self.file.with_name(f"seeds{os.environ['RANK']}").open("a") as file:
+                file.write(f"{torch.initial_seed()} ")
         return super().forward(x)
-from polarprune.cli.app import app
-from polarprune.experiments.networks.table import NETWORKS
-from polarprune.experiments.presets import PRESETS
-NETWORKS["tiny"], PRESETS["tiny"] = Tiny, TINY
-app()
-"""
 
 
-def test_several_processes_train_one_network(tmp_path: Path) -> None:
-    """With torchrun, the scores are those of the network that is written."""
+def test_several_processes_train_one_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with torchrun: the scores are those of the network that is written."""
     data = f"imagenet:{noisy(tmp_path / 'data', train=16, val=40)}"
-    driver, seeds = tmp_path / "driver.py", str(tmp_path / "seeds")
-    driver.write_text(DRIVER.format(out=seeds))
-    arguments = [
-        str(driver),
-        "train",
-        "tiny",
-        "--data",
-        data,
-        "--macs",
-        "0.5",
-        "--out",
-        str(tmp_path / "two"),
-        "--device",
-        "cpu",
-        "--set",
-        "batch=8",
-    ]
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            *arguments,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env=environment(OMP_NUM_THREADS="1"),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("after removal") == 1  # one of them speaks
+    monkeypatch.setattr(Watched, "file", tmp_path / "seeds", raising=False)
+    monkeypatch.setitem(NETWORKS, "tiny", Watched)
+    arguments = ["train", "tiny", "--data", data, "--macs", "0.5", "--out", str(tmp_path / "two")]
+    arguments += ["--device", "cpu", "--set", "batch=8"]
+    with (tmp_path / "said").open("a") as output:
+        done = fork_two(partial(run_command, arguments, output.fileno()))
+    said = (tmp_path / "said").read_text()
+    assert done, said
+    assert said.count("after removal") == 1  # one of them speaks
     card = json.loads((tmp_path / "two" / "card.json").read_text())
     assert card["macs_share"] <= 0.5 and card["identical_predictions"]
     rows = (tmp_path / "two" / "log.jsonl").read_text().splitlines()
@@ -322,7 +290,7 @@ def test_several_processes_train_one_network(tmp_path: Path) -> None:
     whole.load_state_dict(load_file(str(tmp_path / "two" / "baseline.safetensors")))
     assert task.score(task.answers(whole)) == card["table"][0]["accuracy"]
     assert 0.5 < card["table"][0]["accuracy"] < 1  # not all alike, or nothing would have been seen
-    first, second = (set(Path(seeds + rank).read_text().split()) for rank in "01")
+    first, second = (set((tmp_path / f"seeds{rank}").read_text().split()) for rank in "01")
     traced = {"0", str(TRACING_SEED)}
     assert first & second <= traced  # else all would cut pictures the same way
     assert len(second) >= TINY.baseline_epochs + TINY.epochs

@@ -57,9 +57,12 @@ def fork_two(task: Callable[[], object]) -> bool:
     shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     gc.freeze()  # else a collection in a fork would copy all that they share
     running = {fork(task, {**shared, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"}
+    gc.unfreeze()
     codes = []
     while running:
         pid, status = os.wait()
+        if pid not in running:  # another child of this process
+            continue
         running.discard(pid)
         codes.append(os.waitstatus_to_exitcode(status))
         for other in running if codes[-1] else ():

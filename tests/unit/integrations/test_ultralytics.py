@@ -27,7 +27,7 @@ from tests.helpers.detection import FAST, SIZE, write_classes, write_model, writ
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # its own, which nothing here can avoid
-    pytest.mark.usefixtures("shared_traces"),
+    pytest.mark.usefixtures("quick_collections", "shared_traces"),
 ]
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "ultralytics.md").read_text(encoding="utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -64,15 +65,14 @@ def test_model_and_optimizer_are_enough_to_resume_bit_equal(
     optimizer: str, compact: str | None, file: str
 ) -> None:
     settings = {"optimizer": optimizer, "compact": compact}
-    whole = build(**settings)
-    learn(whole, 0, STEPS)
-    for stop in (3, 15, 25):
-        first = build(**settings)
-        learn(first, 0, stop)
-        second = resumed(first, FILES[file], **settings)
-        learn(second, stop, STEPS)
-        assert_same_runs(second, whole)
-    assert bool(second[0].compactions) == (compact == "auto")
+    whole, parts = build(**settings), build(**settings)
+    for first, last in pairwise((0, 3, 15, 25, STEPS)):
+        if first:
+            parts = resumed(parts, FILES[file], **settings)
+        for one in (whole, parts):
+            learn(one, first, last)
+        assert_same_runs(parts, whole)
+    assert bool(parts[0].compactions) == (compact == "auto")
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])

@@ -95,7 +95,7 @@ def test_training_goes_on_as_if_nothing_had_happened(name: str, whole: bool) -> 
     for a, b in zip(outs, again, strict=True):
         assert float((a - b).abs().max()) <= 1e-8 * float(a.abs().max())
     assert other.plan() == pruner.plan() and other.cost() == pruner.cost()
-    small, same = pruner.export(), other.export()
+    small, same = pruner.export(verify=False), other.export()  # compared here
     for training in (False, True):
         assert difference(small, same, inputs, training=training) <= 1e-8
     assert counted(same, inputs)["params"] == other.cost()["params"]
