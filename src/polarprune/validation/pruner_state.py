@@ -116,7 +116,11 @@ def _check_groups(state: State, own: State) -> None:
         _check_structure(f"alpha of {name}", value, own["alpha"][name])
     _check_structure("present", present, own["present"])
     if bool((present.cpu() & ~own["present"].cpu()).any()):
-        _refuse_model()
+        raise PruneError(
+            "load_state_dict: the state has channels that compact() has removed from this model. "
+            "Build the model and the Pruner again, and load the state into these. Nothing was "
+            "changed."
+        )
 
 
 def _refuse_model() -> NoReturn:
