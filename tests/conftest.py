@@ -20,6 +20,12 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(50_000, 20, 100)
 
 
+def pytest_sessionfinish() -> None:
+    """Collect garbage once; pytest does it five more times, each through all objects."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.default_generator.manual_seed(0)  # `torch.manual_seed` seeds devices, too, slowly
