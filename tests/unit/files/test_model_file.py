@@ -24,6 +24,7 @@ from tests.helpers.nets import NETS, cbr, digits_resnet, head
 from tests.helpers.processes import environment
 
 # What each net is here for.
+pytestmark = pytest.mark.usefixtures("shared_traces")
 ROUND_TRIPS = {
     "digits_resnet": "projection shortcuts",
     "residual_pad_lambda": "option A: the padding is rewritten",

@@ -29,6 +29,7 @@ from polarprune.report.report import Report
 from polarprune.torch_internals.class_swaps import derive_class
 from tests.helpers.nets import digits_resnet
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
 HOSTILE = "</td><script>alert('x')</script>|`*<img src=\"http://evil\" onload=x>&"
 
 
