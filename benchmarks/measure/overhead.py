@@ -1,4 +1,4 @@
-"""Claim: a gated training step takes at most a tenth longer than a plain one.
+"""Claim: a gated training step takes at most 8 % longer than a plain one.
 
 Compares, in one run, a complete step (forward, backward, optimizer, proximal step) of the plain
 model, of the gated model, and of a naive one that multiplies gates into activations instead of

@@ -93,7 +93,7 @@ class ConfigTrials:
         """Return the widths with which a config would be refused, and why.
 
         Args:
-            found: Configs for two widths, which tell the numbers that follow the width; if there is
+            found: Configs for two widths, which show the numbers that follow the width; if there is
                 only one, no more are tried.
             widths: More widths.
         """
@@ -173,8 +173,8 @@ def _part_with_config(model: nn.Module) -> tuple[str, nn.Module]:
         if is_config(getattr(module, "config", None)):
             return path, module
     raise PruneError(
-        f"{type(model).__name__}: no module in it has a config, so it is no model of transformers. "
-        f"polarprune.save stores any pruned model."
+        f"{type(model).__name__}: no module in it has a config, so this is not a model of "
+        f"transformers. polarprune.save stores any pruned model."
     )
 
 

@@ -69,15 +69,11 @@ class StaysWide(TorchFunctionMode):
 class WidensOnReading(StaysWide):
     """Compute in a wide precision with narrower weights: an operation converts those that it reads.
 
-    So a model need not be converted as a whole, which takes twice its memory or more.
+    This avoids a converted copy of the whole model, which takes at least twice its memory.
     """
 
     def __torch_function__(
-        self,
-        func: TorchFunction,
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
+        self, func: TorchFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         """Run one function of torch with wide tensors in place of narrower ones."""
         name = str(getattr(func, "__name__", ""))
