@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,10 +13,20 @@ from tests.helpers.shared_traces import shared_traces as shared_traces
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the tests that share one long run: the last ones may go to several workers."""
+    items.sort(key=lambda item: item.get_closest_marker("shares_a_run") is None)
+
+
 def pytest_collection_finish() -> None:
-    """Spare the garbage collector what was imported, which stays until the end."""
+    """Spare the garbage collector what was imported, which stays until the end.
+
+    It then collects the garbage of the tests often. Otherwise the classes that traces derive pile
+    up, and every trace takes longer, because torch.fx patches a class that all of them inherit.
+    """
     gc.collect()
-    gc.set_threshold(50_000, 20, 100)
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
 
 
 def pytest_sessionfinish() -> None:
@@ -34,11 +43,7 @@ def _seeded() -> None:
 
 
 @pytest.fixture(scope="module")
-def quick_collections() -> Iterator[None]:
-    """Freeze what exists, for frameworks that collect garbage after every epoch.
-
-    For all tests it would not pay: a trace counts what is frozen, one by one.
-    """
+def quick_collections() -> None:
+    """Freeze what exists, for frameworks that collect garbage after every epoch."""
+    gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()

@@ -137,7 +137,7 @@ def survey(
 def _confirmed(inspection: Inspection, compare_outputs: bool) -> Graph:
     """Return the confirmed graph. Its cost covers the tensors that closed groups take away."""
     model = inspection.model
-    with graphs_cached(), _without_old_garbage():
+    with graphs_cached(), _only_young_garbage():
         graph = confirm(inspection, compare_outputs)
         graph = follow_unread_numbers(inspection, graph)
         closable = [name for name, group in graph.prunable.items() if not group.minimum]
@@ -174,16 +174,17 @@ def changed(graph: Graph, model: nn.Module, present: Tensor) -> list[str]:
 
 
 @contextmanager
-def _without_old_garbage() -> Iterator[None]:
-    """Exclude all objects that exist now from garbage collection.
+def _only_young_garbage() -> Iterator[None]:
+    """Context manager: collect garbage among new objects only.
 
     Tracing makes many objects, which would make Python search all imported modules repeatedly.
     """
-    mine = not gc.get_freeze_count()
-    if mine:
-        gc.freeze()
+    before = gc.get_threshold()
+    gc.set_threshold(*before[:2], _NEVER)
     try:
         yield
     finally:
-        if mine:
-            gc.unfreeze()
+        gc.set_threshold(*before)
+
+
+_NEVER = 1_000_000  # collections of younger objects before one of all objects

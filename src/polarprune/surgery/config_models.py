@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..torch_internals.markers import class_origin
@@ -15,14 +15,28 @@ from .repeatable_runs import TorchFunction
 Config = Any  # an object of another library
 
 
+# By name, because transformers replaces the functions of `torch.nn.init` while it builds a model.
+_INITIALIZERS = {name for name in dir(nn.init) if name.endswith("_") and name[0] != "_"} | {
+    "fill_",
+    "zero_",
+}
+
+
 class _WithoutWeights(TorchFunctionMode):
     """Allocate no memory for weights, which layers create with `torch.empty`, unlike constants."""
 
     def __torch_function__(
         self, func: TorchFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
-        """Run one function of torch; `torch.empty` on the meta device."""
+        """Run one function of torch; `torch.empty` on the meta device, and no initializers there.
+
+        torch takes long to draw random numbers on the meta device.
+        """
         kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in _INITIALIZERS:
+            filled = args[0] if args else kwargs.get("tensor")
+            if isinstance(filled, Tensor) and filled.is_meta:
+                return filled
         return func(*args, **({**kwargs, "device": "meta"} if func is torch.empty else kwargs))
 
 

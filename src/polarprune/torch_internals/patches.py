@@ -7,6 +7,9 @@ visible to all threads, so two rules hold:
   restored everything, so threads cannot restore each other's patches.
 - A replaced function acts only in the thread that replaced it. All other threads get the original,
   so a training loop may run beside a trace.
+
+Random states are not patches, and belong to the whole process: a trace seeds the generators, and
+puts them back when it ends. Random numbers that another thread draws meanwhile can repeat.
 """
 
 from __future__ import annotations

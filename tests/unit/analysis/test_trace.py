@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import doctest
+import gc
 import inspect
 import random
 import sys
@@ -748,3 +749,11 @@ def test_weights_that_start_at_zero_do_not_hide_a_wrong_cut() -> None:
         masked[3][2].weight[:, 5:] = 0
     small = pp.shrink(masked, graph, plan)
     assert difference(masked.double(), small.double(), (inputs.double(),), training=False) <= 1e-10
+
+
+def test_the_garbage_collector_is_as_before() -> None:
+    before = gc.get_threshold(), gc.isenabled()
+    pp.trace(nn.Linear(4, 2), torch.randn(1, 4))
+    with pytest.raises(pp.PruneError, match="does not run"):
+        pp.trace(nn.Linear(4, 2), torch.randn(1, 3))
+    assert (gc.get_threshold(), gc.isenabled()) == before

@@ -11,6 +11,8 @@ from polarprune.cli.app import app
 from polarprune.cli.demo import Demo, DigitsNet, Settings, load_digits
 from polarprune.cost.timing import side_by_side
 
+pytestmark = pytest.mark.shares_a_run
+
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):

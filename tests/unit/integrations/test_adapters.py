@@ -17,7 +17,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 pytestmark = [
-    pytest.mark.usefixtures("shared_traces"),
+    pytest.mark.usefixtures("quick_collections", "shared_traces"),
     # Advice of the frameworks about workers, loggers and devices.
     pytest.mark.filterwarnings("ignore"),
 ]

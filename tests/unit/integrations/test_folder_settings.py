@@ -20,7 +20,10 @@ from polarprune.analysis.trace import survey
 from polarprune.integrations.transformers import PruningTrainer, folder_settings, save_pretrained
 from tests.helpers.sized_nets import EvenSizes, perceptrons
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # advice about padding
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # advice about padding
+    pytest.mark.usefixtures("quick_collections"),
+]
 
 X = torch.randn(4, 6)
 WORDS = {"input_ids": torch.randint(3, 50, (2, 7), generator=torch.Generator().manual_seed(0))}

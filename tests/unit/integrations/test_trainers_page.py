@@ -20,7 +20,10 @@ TEXT = (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 EXAMPLES = sorted((ROOT / "examples").glob("*_digits.py"))
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # advice about workers and loggers
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # advice about workers and loggers
+    pytest.mark.usefixtures("quick_collections"),
+]
 
 
 @pytest.fixture(autouse=True)

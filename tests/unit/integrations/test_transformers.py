@@ -21,7 +21,7 @@ from tests.helpers.processes import run_module
 from tests.helpers.training import alphas, share
 
 pytestmark = [
-    pytest.mark.usefixtures("shared_traces"),
+    pytest.mark.usefixtures("quick_collections", "shared_traces"),
     pytest.mark.filterwarnings("ignore"),  # advice about devices and logs
 ]
 

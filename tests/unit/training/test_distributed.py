@@ -17,6 +17,8 @@ Result = dict[str, Any]
 Runs = Callable[[str], tuple[Result, Result]]
 EQUAL = 1e-6
 
+pytestmark = pytest.mark.shares_a_run
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
