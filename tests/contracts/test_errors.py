@@ -224,14 +224,14 @@ def test_after_the_announced_steps_gates_stay_and_the_training_goes_on(
         pruner.attach(optimizer)
     after = (lambda: None) if attached else pruner.step
     train(pruner.model, optimizer, data(4), after)
-    flat, history, plan = pruner._flat(), list(pruner.history), pruner.plan()
+    flat, history, plan = pruner._run.stepper.last(), list(pruner.history), pruner.plan()
     weight = next(p for p in pruner.model.parameters() if p.dim() == 4)
     before = weight.detach().clone()
     with pytest.warns(UserWarning, match=ALL_DONE) as caught:
         train(pruner.model, optimizer, data(3), after)
     assert len(caught) == 1
     assert not torch.equal(weight, before)
-    assert torch.equal(pruner._flat(), flat) and pruner.history == history
+    assert torch.equal(pruner._run.stepper.last(), flat) and pruner.history == history
     assert pruner.step_count == 4 and pruner.plan() == plan
     pruner.export()
 
@@ -243,7 +243,8 @@ def test_a_run_that_was_resumed_at_its_end_holds_its_gates_too() -> None:
     pruner.load_state_dict(first.state_dict())
     with pytest.warns(UserWarning, match=ALL_DONE):
         train(pruner.model, optimizer, data(2))
-    assert torch.equal(pruner._flat(), first._flat()) and pruner.step_count == 4
+    assert torch.equal(pruner._run.stepper.last(), first._run.stepper.last())
+    assert pruner.step_count == 4
 
 
 def test_an_early_export_warns() -> None:
@@ -301,7 +302,7 @@ def test_gates_that_are_opened_from_outside_after_the_landing_are_noticed() -> N
     pruner, optimizer = setup(steps=10)
     pruner.attach(optimizer)
     train(pruner.model, optimizer, data(6))
-    pruner._stepper.put(torch.ones_like(pruner._flat()))
+    pruner._run.stepper.put(torch.ones_like(pruner._run.stepper.last()))
     with pytest.warns(UserWarning, match=r"step 7 of 10: the budget was met, but 1\.000 of the"):
         train(pruner.model, optimizer, data(2))
 

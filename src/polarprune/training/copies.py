@@ -87,6 +87,10 @@ class Copies:
         self._found = [one for one in self._found if one.model() is not None]
         self._found.append(Copy(copy, alpha))
 
+    def name(self, copies: list[nn.Module]) -> None:
+        """Replace the list of the copies that the user has named."""
+        self.named = copies
+
     @torch.no_grad()
     def follow(self) -> None:
         """Copy α and ε of the model into averages."""

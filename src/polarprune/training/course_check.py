@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..channels.graph import Graph
 from ..cost.budget import Budget
-from .schedule import Schedule
+from .settings import RunSettings
 
 _LAG = 0.1  # warn of a run that is behind its path by this share of the way to the budget
 _BLOCKS = 4  # this many of the costliest channels or blocks may be missing without a report
@@ -22,24 +22,14 @@ class CourseCheck:
     Args:
         graph: the groups of channels.
         budget: the limits, and the cost of any set of widths.
-        schedule: the path of the cost.
-        steps: the number of optimizer steps of the run.
-        deadline: the step at which the budget is met, or 0 without a budget.
-        timed: the latency is limited; a new measurement may change how much is missing.
+        settings: The goal of the run, and the path of the cost.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        budget: Budget,
-        schedule: Schedule,
-        steps: int,
-        *,
-        deadline: int,
-        timed: bool,
-    ) -> None:
-        self.graph, self.budget, self.schedule = graph, budget, schedule
-        self.steps, self.deadline, self.timed = steps, deadline, timed
+    def __init__(self, graph: Graph, budget: Budget, settings: RunSettings) -> None:
+        self.graph, self.budget, self.schedule = graph, budget, settings.schedule
+        self.steps, self.deadline = settings.steps, settings.deadline
+        # A new measurement of the latency may change how much is missing.
+        self.timed = "latency" in settings.limits
         self._highest_rate = 0.0
         self._late_checks = 0
         self._warned = False

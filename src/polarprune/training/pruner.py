@@ -1,53 +1,43 @@
-"""`Pruner`: gates in the model, a step of the gates after every optimizer step, and the export.
+"""`Pruner`: the methods that users call.
 
-This module has the methods that users call. `run` has the parts of a run behind them.
+They check what the user passes and hand it to the parts: `PruningRun` takes the steps of the gates
+and compacts the model, `Exporter` cuts the small model, `Resuming` stores and restores the state.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from ..analysis.trace import survey
-from ..channels.graph import Plan, plan_of
+from ..channels.graph import Graph, Plan, plan_of
 from ..channels.propagation import Rule
-from ..errors import PruneError
+from ..gates.gate import Gate
 from ..report.groups import graph_facts
 from ..report.loading import class_name
 from ..report.report import Report
 from ..surgery.apply import warn_of_hooks
 from ..surgery.proof import own_copy
-from ..torch_internals.parallel import only_makes_state
 from ..tracing.model_state import Example
-from ..validation.arguments import (
-    check_keywords,
-    check_schedule,
-    check_settings,
-    plain_multiple,
-    plain_uniform,
-)
-from ..validation.optimizers import check_gates, check_known, check_rates, raw_optimizers
-from ..validation.pruner_state import State, check_state
-from ..validation.run import (
-    check_done,
-    check_finite,
-    check_step_by_hand,
-    check_weights,
-    warn_of_early_export,
-)
+from ..validation.arguments import check_compact, check_keywords
+from ..validation.optimizers import check_rates, raw_optimizers
+from ..validation.pruner_state import State
+from .carried_state import carry_state
+from .export import Exporter
 from .parameter_groups import NoDecay, ParameterGroup, weight_groups
-from .rebuild import check_held
+from .resuming import Resuming
 from .run import PruningRun
 from .schedule import Schedule
+from .settings import checked_settings
+from .steering import Row
 
 
-class Pruner(PruningRun):
+class Pruner:
     """Prune a model to a preset budget while you train it.
 
     Args:
@@ -122,24 +112,21 @@ class Pruner(PruningRun):
         compact: str | None = None,
     ) -> None:
         keep = list(keep) if isinstance(keep, Iterable) and not isinstance(keep, str) else keep
-        wanted = {"macs": macs, "params": params, "latency": latency}
-        check_schedule(schedule, Schedule)
-        limits = check_settings(wanted, lam, steps, multiple_of, compact, keep)
-        same = plain_uniform(uniform, lam)
+        check_compact(compact)
+        budgets = {"macs": macs, "params": params, "latency": latency}
+        settings = checked_settings(budgets, lam, steps, multiple_of, uniform, schedule)
         trace = partial(survey, keep=keep, rules=rules, norms=norms, min_channels=min_channels)
-        trace = partial(trace, compare_outputs=True, uniform=same, frozen=frozen)
-        super().__init__(
-            model,
-            own_copy(example_inputs),  # the user may overwrite theirs
-            trace,
-            schedule,
-            limits=limits,
-            lam=None if lam is None else float(lam),  # a checkpoint cannot hold numpy's numbers
-            steps=int(steps),
-            multiple_of=plain_multiple(multiple_of, lam),
-            uniform=same,
-            compacts=compact == "auto",
-        )
+        trace = partial(trace, compare_outputs=True, uniform=settings.uniform, frozen=frozen)
+        example = own_copy(example_inputs)  # the user may overwrite theirs
+        self._run = PruningRun(model, example, trace, settings, compacts=compact == "auto")
+        self._resuming = Resuming(self._run)
+        carry_state(model, self._resuming)
+        self.model, self.example, self.schedule = model, example, schedule
+        self.limits, self.steps = settings.limits, settings.steps
+        self.graph: Graph = self._run.graph
+        self.budget = self._run.budget
+        self.gates: dict[str, Gate] = self._run.gates
+        self.proof: dict[str, float] = {}
 
     # --- in the training loop ---------------------------------------------------------------------
 
@@ -165,11 +152,12 @@ class Pruner(PruningRun):
             >>> optimizer = torch.optim.SGD(pruner.param_groups(lr=0.1, weight_decay=5e-4))
         """
         check_rates(lr, weight_decay, kw)
-        self._follow_sharding()
-        alphas = self._stepper.alphas
+        self._run.follow_sharding()
+        alphas = self._run.stepper.alphas
         decay = {} if weight_decay is None else {"weight_decay": weight_decay}
         weights = weight_groups(self.model, alphas, {"lr": lr, **kw, **decay}, no_decay)
-        gate_lr = self._lr = lr * self.schedule.gate_lr
+        gate_lr = lr * self.schedule.gate_lr
+        self._run.attachment.expect_rate(gate_lr)
         return [*weights, {**kw, "params": alphas, "lr": gate_lr, "weight_decay": 0.0}]
 
     def attach(self, optimizer: Optimizer, *others: Optimizer) -> None:
@@ -187,18 +175,7 @@ class Pruner(PruningRun):
         Example:
             >>> pruner.attach(optimizer)
         """
-        optimizer, *rest = raw_optimizers((optimizer, *others))
-        if self._optimizer is not None:
-            raise PruneError("attach: this pruner is attached already; one optimizer is enough.")
-        for one in (optimizer, *rest):
-            self._compaction.drop_removed(one)
-        check_gates(self._named_alphas(), self._stepper.alphas, optimizer, rest)
-        if self._compaction.automatic:
-            check_held(self.model, (optimizer, *rest), "attach(optimizer, other)")
-        self._optimizer, self._others = optimizer, tuple(rest)
-        self._step_check.attached(self._gate_group(optimizer), self.step_count)
-        optimizer.register_step_pre_hook(lambda opt, args, kw: self._before_step(opt))
-        optimizer.register_step_post_hook(lambda opt, args, kw: self._after_step(opt))
+        self._run.attach(*raw_optimizers((optimizer, *others)))
 
     def step(self) -> None:
         """Move the gates by one step, after an optimizer step. Not needed after `attach`.
@@ -212,22 +189,8 @@ class Pruner(PruningRun):
             >>> optimizer.step()
             >>> pruner.step()  # only if the optimizer is not attached
         """
-        check_step_by_hand(self._optimizer, rate_known=self.lam is None or self._lr is not None)
-        self._move_gates()
-
-    def _move_gates(self) -> None:
-        self._step_check(self.step_count)  # where attached, the optimizer was compared before
-        if self._hold_if_done():
-            return
-        captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if not captured:
-            self._check_gates_if_due()
-        self._stepper.follow_device()
-        if self.lam is not None:
-            self._stepper.scale.fill_(self.lam * self._gate_lr())
-        self._stepper()
-        if not captured:
-            self._finish_step(self.compact)
+        self._run.check_step_by_hand()
+        self._run.move_gates()
 
     def replayed(self) -> None:
         """Do the host's part of a step after a CUDA graph that holds the step was replayed.
@@ -239,18 +202,48 @@ class Pruner(PruningRun):
             >>> cuda_graph.replay()  # doctest: +SKIP
             >>> pruner.replayed()  # doctest: +SKIP
         """
-        self._before_step()
-        if self.step_count >= self.steps:
-            return
-        self._check_gates_if_due()
-        self._finish_step(self.compact)
-
-    def _after_step(self, optimizer: Optimizer) -> None:
-        skipped = bool(getattr(optimizer, "found_inf", None))  # by a fused optimizer itself
-        if not skipped and not only_makes_state(optimizer):
-            self._move_gates()
+        self._run.finish_replayed_step()
 
     # --- the state of the run ---------------------------------------------------------------------
+
+    @property
+    def step_count(self) -> int:
+        """The number of optimizer steps done."""
+        return self._run.step_count
+
+    @property
+    def landed(self) -> bool:
+        """Whether the budget is met for good."""
+        return self._run.steering.progress.landed
+
+    @property
+    def landing(self) -> dict[str, float]:
+        """The gates and the share of the MACs that were closed at once at the deadline."""
+        return self._run.steering.progress.landing
+
+    @property
+    def history(self) -> list[Row]:
+        """One row for every check of the gates on the host."""
+        return self._run.steering.progress.history
+
+    @property
+    def watchers(self) -> list[Callable[[Row], object]]:
+        """Functions that are called with every new row of the history."""
+        return self._run.steering.watchers
+
+    @property
+    def compactions(self) -> int:
+        """The number of times that the model was compacted; each time its shapes changed."""
+        return self._run.compaction.count
+
+    @property
+    def copies(self) -> list[nn.Module]:
+        """Copies of the gated model that `compact` cuts besides those that it finds."""
+        return self._run.copies.named
+
+    @copies.setter
+    def copies(self, copies: list[nn.Module]) -> None:
+        self._run.copies.name(copies)
 
     def cost(self) -> dict[str, int]:
         """Return the remaining MACs, parameters and memory in bytes: exact, without a forward pass.
@@ -259,7 +252,7 @@ class Pruner(PruningRun):
             >>> pruner.cost()["macs"]
             3072
         """
-        return self.graph.cost.at(self._widths())
+        return self._run.cost()
 
     def plan(self) -> Plan:
         """Return the indices of the channels to keep, by group name, as plain data.
@@ -268,7 +261,7 @@ class Pruner(PruningRun):
             >>> len(pruner.plan()["0"])
             16
         """
-        return plan_of(self.graph, self._alive())
+        return plan_of(self.graph, self._run.kept())
 
     def report(self) -> Report:
         """Return what happened so far as data, with views as text, Markdown, JSON and HTML.
@@ -276,12 +269,13 @@ class Pruner(PruningRun):
         Example:
             >>> print(pruner.report())  # doctest: +SKIP
         """
+        stopwatch = self._run.stopwatch
         return Report(
             **graph_facts(self.graph, self.plan()),
-            settings=self._settings(),
+            settings=self._run.settings.as_data(),
             history=copy.deepcopy(self.history),
             proof=dict(self.proof),
-            results={"latency_ms": self._stopwatch.results} if self._stopwatch else {},
+            results={"latency_ms": stopwatch.results} if stopwatch else {},
             model=class_name(self.model),
         )
 
@@ -312,10 +306,7 @@ class Pruner(PruningRun):
         Example:
             >>> pruner.compact()
         """
-        known = self._optimizers(optimizer)
-        check_known(known, optimizer is None and self.step_count > 0)
-        others = self._compaction.copies.to_cut(copies)
-        self._cut_model(known, others, self._here() if verify else None)
+        self._run.compact(optimizer, copies, verify=verify)
 
     def export(
         self, *wrong: object, model: nn.Module | None = None, verify: bool = True
@@ -345,20 +336,12 @@ class Pruner(PruningRun):
             >>> small = pruner.export(model=average)  # doctest: +SKIP
         """
         check_keywords("export", wrong)
-        check_finite(self._named_alphas(), self._flat())
-        gated, exporter = self._to_export(model)
-        check_weights(gated)
-        share = self.graph.cost.share(self._widths())
-        deadline = 0 if self.landed else self.schedule.deadline(self.steps)
-        check_done(self.limits, share, self.step_count, self.steps, deadline)
-        warn_of_early_export(self.step_count, self.steps)
-        warn_of_hooks(gated)
-        alive, example = self._alive(), self._here(gated)
-        small = exporter.exported(gated, alive, example)
+        exporter = Exporter(self._run, model)
+        exporter.check_ready()
+        warn_of_hooks(exporter.gated)
+        small = exporter.small()
         if verify:
-            self.proof = exporter.proved(gated, small, alive, example, self.cost()["macs"])
-            if self._stopwatch is not None:
-                self._stopwatch.check(small)
+            self.proof = exporter.prove(small)
         return small
 
     # --- resuming ---------------------------------------------------------------------------------
@@ -375,9 +358,7 @@ class Pruner(PruningRun):
         Example:
             >>> state = pruner.state_dict()
         """
-        flat = self._flat()
-        check_finite(self._named_alphas(), torch.cat([flat, self._stepper.worth.to(flat)]))
-        return {**self.current_state(), "history": copy.deepcopy(self.history)}
+        return self._resuming.state_dict()
 
     def load_state_dict(self, state: State) -> None:
         """Resume from the state that `state_dict` returned.
@@ -394,7 +375,4 @@ class Pruner(PruningRun):
         Example:
             >>> pruner.load_state_dict(state)
         """
-        own = self.current_state()
-        self._restore(check_state(state, own, self.graph, self._steering.deadline))
-        self._step_check.accept()
-        self._note_step()
+        self._resuming.load_state_dict(state)

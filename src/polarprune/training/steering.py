@@ -6,6 +6,7 @@ that close next, and a row is added to the history. At the deadline the budget i
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from ..cost.stopwatch import Stopwatch
 from ..gates.gate import gate_value
 from .controller import Controller
 from .course_check import CourseCheck
-from .schedule import Schedule
+from .settings import RunSettings
 from .stepper import Stepper
 
 _CHECKS = 400  # in one run, at most
@@ -53,10 +54,8 @@ class Steering:
         graph: the groups of channels.
         budget: the limits, and the cost of any set of widths.
         stepper: the gates.
-        schedule: the path of the cost and of ε.
-        steps: the number of optimizer steps of the run.
-        lam: λ of the paper's plain mode, or None with a budget.
-        stopwatch: measures the latency, where that is limited.
+        settings: The goal of the run, and the path of the cost and of ε.
+        stopwatch: Measures the latency, where that is limited.
 
     Attributes:
         progress: how far the run is.
@@ -68,26 +67,17 @@ class Steering:
         graph: Graph,
         budget: Budget,
         stepper: Stepper,
-        schedule: Schedule,
-        steps: int,
-        *,
-        lam: float | None,
+        settings: RunSettings,
         stopwatch: Stopwatch | None,
     ) -> None:
-        self.graph, self.budget, self.stepper = graph, budget, stepper
-        self.schedule, self.steps, self.lam, self.stopwatch = schedule, steps, lam, stopwatch
+        self.graph, self.budget, self.stepper, self.stopwatch = graph, budget, stepper, stopwatch
+        self.schedule, self.steps, self.lam = settings.schedule, settings.steps, settings.lam
+        self.deadline = settings.deadline
         self.progress = Progress()
         self.watchers: list[Callable[[Row], object]] = []
-        self._controller = Controller(budget, schedule, steps)
-        self._every = max(1, steps // _CHECKS)
-        self._check_course = CourseCheck(
-            graph, budget, schedule, steps, deadline=self.deadline, timed=stopwatch is not None
-        )
-
-    @property
-    def deadline(self) -> int:
-        """The step at which the budget is met, or 0 without a budget."""
-        return self.schedule.deadline(self.steps) if self.lam is None else 0
+        self._controller = Controller(budget, self.schedule, self.steps)
+        self._every = max(1, self.steps // _CHECKS)
+        self._check_course = CourseCheck(graph, budget, settings)
 
     @property
     def most_rows(self) -> int:
@@ -96,9 +86,14 @@ class Steering:
 
     @property
     def is_due(self) -> bool:
-        """True if the host checks the gates after the present step."""
+        """Whether the host checks the gates after the present step."""
         step = self.progress.step + 1
         return step in (self.schedule.deadline(self.steps), self.steps) or step % self._every == 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all announced steps are done."""
+        return self.progress.step >= self.steps
 
     def count_step(self, gate_lr: float) -> bool:
         """Count a step; check the gates if that is due, and return whether it was."""
@@ -107,7 +102,18 @@ class Steering:
         self.stepper.set_step(self.progress.step)
         if due:
             self.check(gate_lr)
+        if self.is_done:
+            self.stepper.keep()
         return due
+
+    def restore(
+        self, step: int, landed: bool, landing: dict[str, float], history: list[Row]
+    ) -> None:
+        """Continue from the progress of another run; the stepper has its gates already."""
+        self.progress = Progress(step, landed, dict(landing), copy.deepcopy(history))
+        self.stepper.set_step(step)
+        if self.is_done:
+            self.stepper.keep()
 
     @torch.no_grad()
     def check(self, gate_lr: float) -> None:
@@ -130,16 +136,15 @@ class Steering:
     def _select(self, alpha: Tensor, n: Tensor) -> None:
         """Tell the stepper what to do with each gate."""
         stepper = self.stepper
-        for own, new in zip((stepper.q, stepper.b), self.budget.combined(n), strict=True):
-            own.copy_(new)
+        stepper.set_prices(*self.budget.combined(n))
         if self.lam is None:
             worth, rates = stepper.worth.cpu(), stepper.shrink.double().cpu()
             step = self.progress.step
-            stepper.shrink.copy_(self._controller.shrink_rates(step, alpha, worth, rates))
+            stepper.set_shrink(self._controller.shrink_rates(step, alpha, worth, rates))
         else:
             spared = self.budget.blocks(alpha).member < 0 if self.schedule.spares else alpha.isnan()
             started = self.progress.step >= self.schedule.begins(self.steps)
-            stepper.pulled.copy_(~spared & started)
+            stepper.set_pulled(~spared & started)
 
     def _without_unread(self, alpha: Tensor) -> Tensor:
         """Close the channels that only closed channels read."""

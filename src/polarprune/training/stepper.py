@@ -139,6 +139,23 @@ class Stepper:
         torch._foreach_copy_(self._buffers, [self.eps] * len(self._buffers))
         self.weight.fill_(1 / min(step + 1, self.schedule.memory_of(self.steps)))
 
+    def set_prices(self, q: Tensor, b: Tensor) -> None:
+        """Write the resource model of the proximal step."""
+        self.q.copy_(q)
+        self.b.copy_(b)
+
+    def set_scale(self, scale: float | Tensor) -> None:
+        """Write λη of the proximal step."""
+        self.scale.fill_(scale)
+
+    def set_pulled(self, pulled: Tensor) -> None:
+        """Write which gates the proximal step may shrink."""
+        self.pulled.copy_(pulled)
+
+    def set_shrink(self, rates: Tensor) -> None:
+        """Write how much each gate shrinks in a step."""
+        self.shrink.copy_(rates)
+
     @torch.no_grad()
     def __call__(self) -> None:
         """Follow one optimizer step."""
@@ -206,8 +223,9 @@ class Stepper:
         return {name: getattr(self, name).clone() for name in _SAVED}
 
     @torch.no_grad()
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state` returned."""
+    def restore(self, alpha: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Restore α of all gates, and what `state` returned."""
+        self.put(alpha)
         self.follow_device()
         for name, value in state.items():
             getattr(self, name).copy_(value)

@@ -40,6 +40,12 @@ def _has_hooks(optimizer: object) -> bool:
     return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
+def check_not_attached(optimizer: Optimizer | None) -> None:
+    """Refuse a second call of `attach`."""
+    if optimizer is not None:
+        raise PruneError("attach: this pruner is attached already; one optimizer is enough.")
+
+
 def check_gates(
     gates: Mapping[str, nn.Parameter],
     own: Iterable[Tensor],
@@ -92,7 +98,7 @@ def _check_groups(names: Mapping[int, str], optimizer: Optimizer) -> None:
         warnings.warn(
             f"attach: gates share a parameter group with weights, and will learn faster than they "
             f"should; {_REMEDY}.",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
