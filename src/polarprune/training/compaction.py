@@ -20,20 +20,16 @@ from ..errors import PruneError
 from ..surgery.cut_proof import prove_cut
 from ..tracing.copying import copy_model
 from ..tracing.model_state import Example, Slot, clear_slots, slots_cleared
-from ..validation.run import check_unchanged
-from .copies import Copies
-from .processes import Processes
-from .rebuild import (
-    Rebuild,
-    check_can_compact,
+from ..validation.compaction import (
+    check_can_cut,
     check_copy,
     check_held,
     check_optimizer_state,
-    drop_parameters,
-    gates_in,
-    skeleton,
-    ungated,
 )
+from ..validation.run import check_unchanged
+from .copies import Copies
+from .processes import Processes
+from .rebuild import Rebuild, drop_parameters, gates_in, same_shapes, skeleton, ungated
 from .stepper import Stepper
 
 _FIRST = 0.125  # compact="auto" waits until this share of the MACs has closed since the last time
@@ -192,11 +188,13 @@ class Compaction:
         self, rebuild: Rebuild, optimizers: Sequence[Optimizer], copies: Sequence[nn.Module]
     ) -> None:
         """Refuse what cannot be cut, before anything changes."""
-        check_can_compact(rebuild)
+        graph = rebuild.graph
+        computed = [] if rebuild.changes_nothing else graph.computed
+        check_can_cut(computed, sorted(rebuild.recipe.rewired.keys() & graph.weights.keys()))
         for one in optimizers:
             check_optimizer_state(one)
         for other in copies:
-            check_copy("compact", other, self.model)
+            check_copy("compact", other, fits=same_shapes(other, self.model))
 
     def _prove(self, rebuild: Rebuild, example: Example) -> None:
         """Compact a copy and compare it with the model."""

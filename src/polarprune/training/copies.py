@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from ..gates.gate import Gate
 from ..torch_internals.markers import attached_state
 from ..tracing.copying import copy_model
+from ..validation.compaction import check_copy
 from ..validation.optimizers import checked_copies
-from .rebuild import check_copy, gates_in, same_shapes
+from .rebuild import gates_in, same_shapes
 
 
 def gated_part(model: nn.Module) -> nn.Module:
@@ -124,7 +125,8 @@ class Copies:
             PruneError: if it is not a copy of the gated model.
         """
         copy = gated_part(average) if isinstance(average, nn.Module) else average
-        check_copy("export", copy, self.model)
+        fits = isinstance(copy, nn.Module) and same_shapes(copy, self.model)
+        check_copy("export", copy, fits=fits)
         copy = copy_model(copy)
         mine = gates_in(copy, self.model, self.gates)
         with torch.no_grad():

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import PruneError
+from ..validation.optimizers import check_matches
 
 _GATED = re.compile(r"parametrizations\.(\w+)\.original\d*$")
 NoDecay = bool | str | Iterable[str]
@@ -51,11 +51,7 @@ def _not_decayed(weights: list[tuple[str, nn.Parameter]], no_decay: NoDecay) -> 
     spared = set[int]()
     for pattern in patterns:
         found = {id(p) for name, p in weights if fnmatch.fnmatch(_as_before(name), pattern)}
-        if not found:
-            raise PruneError(
-                f"param_groups: no parameter matches no_decay={pattern!r}. Names are those of "
-                f"model.named_parameters() before the Pruner was built, such as '*.bias'."
-            )
+        check_matches(pattern, found)
         spared |= found
     return spared
 

@@ -342,6 +342,7 @@ class Pruner:
         small = exporter.small()
         if verify:
             self.proof = exporter.prove(small)
+            exporter.check_latency(small)
         return small
 
     # --- resuming ---------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..channels.graph import Graph, stays
-from ..errors import PruneError
 from ..gates.folding import plain
 from ..gates.gate import Gate
 from ..gates.install import insert_gates
@@ -111,63 +110,10 @@ class Rebuild:
         return found
 
 
-def check_can_compact(rebuild: Rebuild) -> None:
-    """Refuse a model that cannot be cut while it trains."""
-    graph = rebuild.graph
-    if graph.computed and not rebuild.changes_nothing:
-        raise PruneError(
-            f"compact: {graph.computed[0]} is computed from other parameters, which cannot be cut "
-            f"while they are trained. Nothing was changed; continue training without compact()."
-        )
-    both = sorted(rebuild.recipe.rewired.keys() & graph.weights.keys())
-    if both:
-        raise PruneError(
-            f"compact: {both[0] or 'the model'} has a norm with weighted statistics in a forward "
-            f"that hard-codes widths. Nothing was changed; continue training without compact()."
-        )
-
-
-def check_optimizer_state(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose state cannot be cut."""
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            known = not isinstance(value, Tensor) or value.numel() == 1
-            if not known and value.shape != parameter.shape:
-                raise PruneError(
-                    f"compact: {type(optimizer).__name__} keeps {key} of shape "
-                    f"{list(value.shape)} for a parameter of shape {list(parameter.shape)}, "
-                    f"which cannot be cut. Nothing was changed; continue training without "
-                    f"compact(). When you resume, load the model's state before the optimizer's."
-                )
-
-
 def same_shapes(one: nn.Module, other: nn.Module) -> bool:
     """Return whether two models have tensors of the same names and shapes."""
     shapes = [{name: x.shape for name, x in named_tensors(model)} for model in (one, other)]
     return shapes[0] == shapes[1]
-
-
-def check_copy(where: str, copy: object, model: nn.Module) -> None:
-    """Refuse anything that is not a copy of the gated model."""
-    if not isinstance(copy, nn.Module) or not same_shapes(copy, model):
-        raise PruneError(
-            f"{where}: {type(copy).__name__} is not a copy of the gated model as it is now. Copy "
-            f"the model after the Pruner was built, and keep the copy in pruner.copies, so that "
-            f"compact() cuts it, too. Nothing was changed."
-        )
-
-
-def check_held(model: nn.Module, optimizers: Iterable[Optimizer], remedy: str) -> None:
-    """Refuse parameters that belong to no known optimizer: its state would keep the old shapes."""
-    held = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    loose = [name for name, parameter in trained if id(parameter) not in held]
-    if loose:
-        raise PruneError(
-            f"compact: {loose[0]} (and {len(loose) - 1} more) is in none of the optimizers. If it "
-            f"is in another one, name that too: {remedy}; if it should not be trained, call "
-            f"requires_grad_(False) on it. Nothing was changed."
-        )
 
 
 def gates_in(model: nn.Module, original: nn.Module, gates: Mapping[str, Gate]) -> dict[str, Gate]:

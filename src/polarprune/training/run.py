@@ -23,6 +23,7 @@ from ..gates.sharding import install_gates, shard_gates, whole_model
 from ..surgery.proof import example_for
 from ..torch_internals.parallel import is_distributed, only_makes_state
 from ..tracing.model_state import Example, empty_slots
+from ..validation.compaction import check_held
 from ..validation.optimizers import check_gates, check_known, check_not_attached
 from ..validation.run import (
     check_finite,
@@ -34,7 +35,6 @@ from .attachment import Attachment
 from .compaction import Compaction
 from .copies import Copies
 from .processes import Processes
-from .rebuild import check_held
 from .settings import RunSettings
 from .steering import Steering
 from .stepper import Stepper

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from numbers import Integral, Real
 from typing import Any
 
-from ..errors import PruneError
-from ..validation.numbers import is_number
+from ..validation.schedule import checked_fields
 
 
 @dataclass(frozen=True)
@@ -87,32 +85,8 @@ class Schedule:
 
     def __post_init__(self) -> None:
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        strange = [f"{name}={value!r}" for name, value in given.items() if not _fits(name, value)]
-        if strange:
-            raise PruneError(
-                f"Schedule: {'; '.join(strange)}. Give numbers, integers for "
-                f"{' and '.join(_INTEGERS)}, and True or False for {', '.join(_FLAGS)}."
-            )
-        unlimited = ("max_shrink", math.inf)
-        problems = [
-            f"{name}={value}"
-            for name, value in given.items()
-            if name not in _FLAGS and (name, value) != unlimited
-            if not (is_number(value) and value >= 0)
-        ]
-        if not 0 < self.eps_end <= self.eps_start:
-            problems.append(f"eps_end={self.eps_end} (want 0 < eps_end <= eps_start)")
-        if not 0 <= self.start < self.done <= 1:
-            problems.append(f"start={self.start}, done={self.done} (want 0 <= start < done <= 1)")
-        if self.decay > 1:
-            problems.append(f"decay={self.decay} (want at most 1)")
-        if min(given[name] for name in _POSITIVE) <= 0:
-            problems.append(f"{', '.join(_POSITIVE)} must be positive")
-        if problems:
-            raise PruneError("Schedule: " + "; ".join(problems) + ". Correct these numbers.")
-        for name, value in given.items():
-            if type(value) not in (bool, int, float):  # checkpoints cannot hold numpy's numbers
-                object.__setattr__(self, name, int(value) if name in _INTEGERS else float(value))
+        for name, value in checked_fields(given).items():
+            object.__setattr__(self, name, value)  # a checkpoint cannot hold numpy's numbers
 
     def eps(self, step: int, steps: int) -> float:
         """Return ε after this many steps."""
@@ -153,15 +127,3 @@ class Schedule:
         if step >= last:
             return 0.0
         return 0.5 * (1 + math.cos(math.pi * (step - first) / (last - first)))
-
-
-_FLAGS, _INTEGERS = ("relaxed", "reopens", "spares"), ("sweeps", "every")
-_POSITIVE = ("window", "memory", "max_shrink", "sweeps", "every", "alpha_start")
-
-
-def _fits(name: str, value: object) -> bool:
-    """Return True if a value has the type of its field."""
-    if name in _FLAGS:
-        return isinstance(value, bool)
-    kind = Integral if name in _INTEGERS else Real
-    return isinstance(value, kind) and not isinstance(value, bool)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ..validation.arguments import check_schedule, check_settings, plain_multiple, plain_uniform
+from ..validation.arguments import check_settings, plain_multiple, plain_uniform
+from ..validation.schedule import check_schedule
 from .schedule import Schedule
 
 

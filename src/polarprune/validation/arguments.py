@@ -96,12 +96,6 @@ def _check_goal(limits: Mapping[str, float], lam: float | None) -> None:
         raise PruneError(f"lam={lam!r}: must be positive and finite.")
 
 
-def check_schedule(schedule: object, kind: type) -> None:
-    """Require an instance of `Schedule`, which is `kind`."""
-    if not isinstance(schedule, kind):
-        raise PruneError(f"schedule={schedule!r}: give a polarprune.Schedule(...).")
-
-
 def keep_patterns(keep: object) -> tuple[str, ...]:
     """Return the patterns of module names as a tuple."""
     names = (keep,) if isinstance(keep, str) else keep

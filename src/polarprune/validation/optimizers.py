@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -114,6 +114,15 @@ def check_rates(lr: object, weight_decay: object, others: Iterable[str]) -> None
         raise PruneError(
             "param_groups: params=... is not accepted, because all parameters of the model are "
             "included. Call requires_grad_(False) on those that should not be trained."
+        )
+
+
+def check_matches(pattern: object, found: Collection[object]) -> None:
+    """Require that a pattern of names for `no_decay` has found parameters."""
+    if not found:
+        raise PruneError(
+            f"param_groups: no parameter matches no_decay={pattern!r}. Names are those of "
+            f"model.named_parameters() before the Pruner was built, such as '*.bias'."
         )
 
 
