@@ -145,6 +145,7 @@ ORDER: dict[str, list[str]] = {
         "compaction",
         "attachment",
         "run",
+        "steps",
         "export",
         "resuming",
         "pruner",

@@ -93,7 +93,25 @@ class Gate(nn.Module):
         return gate_value(self.alpha, self.eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `x` with every channel multiplied by its gate, in the dtype of `x`."""
+        """Multiply every channel of `x` by its gate.
+
+        Args:
+            x: A floating-point tensor with `size` channels along `axis`.
+
+        Returns:
+            The product, with the shape and the dtype of `x`.
+
+        Raises:
+            PruneError: If `x` is not such a tensor.
+
+        Example:
+            >>> import torch
+            >>> import polarprune as pp
+            >>> gate = pp.Gate(2)
+            >>> _ = gate.eps.fill_(1.0)
+            >>> gate(torch.ones(1, 2)).tolist()
+            [[0.5, 0.5]]
+        """
         check_gate_input(x, len(self.alpha), self.axis)
         shape = [1] * x.dim()
         shape[self.axis] = -1

@@ -42,7 +42,7 @@ class Attachment:
 
     @property
     def knows_rate(self) -> bool:
-        """Whether `param_groups` has told the learning rate of the gates."""
+        """Whether `param_groups` was called."""
         return self._rate is not None
 
     def gate_lr(self) -> float | Tensor:
@@ -53,7 +53,7 @@ class Attachment:
         return rate
 
     def optimizers(self, more: object = ()) -> list[Optimizer]:
-        """Return all known optimizers, and those that the user names besides."""
+        """Return the attached optimizers, followed by those that the user passes."""
         given = list(more) if isinstance(more, Iterable) else [more]
         found = [one for one in (self.optimizer, *self._others, *given) if one is not None]
         return list(dict.fromkeys(raw_optimizers(found, "compact")))
@@ -64,7 +64,7 @@ class Attachment:
         self.check(step, group)
 
     def note_step(self, step: int) -> None:
-        """Write the number of steps done where the state of the optimizer has it, too."""
+        """Store the number of steps in the state of the optimizer."""
         if self.optimizer is not None:
             note_step(self._gate_group(self.optimizer), step)
 

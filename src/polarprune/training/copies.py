@@ -32,8 +32,8 @@ class Copy:
     """A deep copy of the gated model.
 
     Args:
-        model: the copy, which may still be under construction.
-        seen: α of its gates.
+        model: The copy, which may still be under construction.
+        seen: α of its gates when it was copied.
     """
 
     def __init__(self, model: nn.Module, seen: Tensor) -> None:
@@ -70,11 +70,11 @@ class Copies:
     """All registered copies of the gated model of a pruner.
 
     Args:
-        model: the gated model.
-        gates: the gate of each group.
+        model: The gated model.
+        gates: The gate of each group.
 
     Attributes:
-        named: copies that the user has named.
+        named: Copies that the user names in `pruner.copies`.
     """
 
     def __init__(self, model: nn.Module, gates: Mapping[str, Gate]) -> None:
@@ -89,7 +89,7 @@ class Copies:
         self._found.append(Copy(copy, alpha))
 
     def name(self, copies: list[nn.Module]) -> None:
-        """Replace the list of the copies that the user has named."""
+        """Replace the list of copies that the user names."""
         self.named = copies
 
     @torch.no_grad()
@@ -105,8 +105,8 @@ class Copies:
         """Return the copies to cut with the model.
 
         Args:
-            given: copies that the user names; by default those in `named`.
-            snapshots: also cut copies that were never changed.
+            given: Copies that the user names; by default those in `named`.
+            snapshots: Whether to cut copies that were never changed, too.
         """
         self.follow()  # finds averages that were updated since the last step
         told = [gated_part(one) for one in checked_copies(self.named if given is None else given)]
@@ -122,7 +122,7 @@ class Copies:
         """Return a copy of an average, with α and ε of the model.
 
         Raises:
-            PruneError: if it is not a copy of the gated model.
+            PruneError: If it is not a copy of the gated model.
         """
         copy = gated_part(average) if isinstance(average, nn.Module) else average
         fits = isinstance(copy, nn.Module) and same_shapes(copy, self.model)

@@ -25,10 +25,10 @@ def weight_groups(
     """Return the groups of all parameters but the gates.
 
     Args:
-        model: the gated model.
+        model: The gated model.
         gates: α of all gates.
-        options: options of every group, such as the learning rate.
-        no_decay: what gets a group of its own, without weight decay (see `Pruner.param_groups`).
+        options: Options of every group, such as the learning rate.
+        no_decay: What gets a group of its own, without weight decay (see `Pruner.param_groups`).
 
     Returns:
         One group, or two if `no_decay` selects anything.

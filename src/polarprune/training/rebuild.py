@@ -32,9 +32,12 @@ from ..tracing.model_state import named_tensors
 
 
 def ungated(model: nn.Module, graph: Graph, *, copied: bool = True) -> nn.Module:
-    """Return a copy with plain weights: gates and parametrizations are folded into them.
+    """Return a model with plain weights, into which gates and parametrizations are folded.
 
-    With `copied=False` the model itself is used up.
+    Args:
+        model: A gated model.
+        graph: The groups of its channels.
+        copied: Whether to return a copy. With False the given model itself is changed and returned.
     """
     return without_computed_weights(plain(model, copied=copied), graph.forward_weights)
 
@@ -56,10 +59,10 @@ class Rebuild:
     This is the only way in which `Pruner` cuts a model, in `compact` and in `export`.
 
     Args:
-        bare: a skeleton of the original model, without gates.
-        graph: the groups of that model.
-        before: a mask of the units that the models to be cut have.
-        after: a mask of the units that they should have.
+        bare: A skeleton of the original model, without gates.
+        graph: The groups of that model.
+        before: A mask of the units that the models to be cut have.
+        after: A mask of the units that they should have.
     """
 
     def __init__(self, bare: nn.Module, graph: Graph, before: Tensor, after: Tensor) -> None:
@@ -70,7 +73,7 @@ class Rebuild:
 
     @property
     def changes_nothing(self) -> bool:
-        """True if the models have the wanted units already."""
+        """Whether the models have the wanted units already."""
         return torch.equal(self.after, self.before)
 
     def __call__(self, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
@@ -148,7 +151,7 @@ def _fill(new: nn.Module, held: Mapping[str, Tensor]) -> set[int]:
 
 
 def _changed_dtypes(new: nn.Module, held: Mapping[str, Tensor]) -> dict[torch.dtype, torch.dtype]:
-    """Return what became of each dtype if the model was converted after its skeleton was made."""
+    """Return the present dtype for each dtype of the skeleton; the model may be converted since."""
     pairs = [
         (tensor.dtype, held[name].dtype) for name, tensor in named_tensors(new) if name in held
     ]
@@ -198,7 +201,7 @@ def drop_parameters(optimizer: Optimizer, gone: set[int]) -> None:
 
 
 class _Takeover:
-    """Gives modules in training the structure of other modules, object by object."""
+    """Gives the modules of a model the structure of the modules of a smaller one."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -206,7 +209,7 @@ class _Takeover:
         self.known: dict[int, nn.Module] = {}
 
     def __call__(self, old: nn.Module | None, new: nn.Module, path: str = "") -> nn.Module:
-        """Return the module that stands at `path` from now on: the old one where possible."""
+        """Return the module to use at `path`: the old one, unless it has to be replaced."""
         if id(new) in self.known:
             return self.known[id(new)]
         kept = old if path not in self.replaced else None

@@ -32,13 +32,13 @@ _LARGE_LANDING = 0.005  # share of the MACs that may close at once without a war
 
 @dataclass
 class Progress:
-    """How far a run is.
+    """The progress of a run.
 
     Attributes:
-        step: optimizer steps done.
-        landed: whether the budget is met for good.
-        landing: the gates and the share of the MACs that were closed at once at the deadline.
-        history: one row for every check of the gates.
+        step: The number of optimizer steps done.
+        landed: Whether the budget is met for good.
+        landing: The gates and the share of the MACs that were closed at once at the deadline.
+        history: One row for every check of the gates.
     """
 
     step: int = 0
@@ -51,15 +51,15 @@ class Steering:
     """Steer a run to its budget.
 
     Args:
-        graph: the groups of channels.
-        budget: the limits, and the cost of any set of widths.
-        stepper: the gates.
+        graph: The groups of channels.
+        budget: The limits, and the cost of any set of widths.
+        stepper: Holds the gates.
         settings: The goal of the run, and the path of the cost and of ε.
         stopwatch: Measures the latency, where that is limited.
 
     Attributes:
-        progress: how far the run is.
-        watchers: functions that are called with every new row of the history.
+        progress: The progress of the run.
+        watchers: Functions that are called with every new row of the history.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class Steering:
 
     @property
     def most_rows(self) -> int:
-        """How many rows the history has at most: also at the start, the deadline and the end."""
-        return self.steps // self._every + 3
+        """The largest number of rows that the history can have."""
+        return self.steps // self._every + 3  # the start, the deadline and the end
 
     @property
     def is_due(self) -> bool:
@@ -109,7 +109,7 @@ class Steering:
     def restore(
         self, step: int, landed: bool, landing: dict[str, float], history: list[Row]
     ) -> None:
-        """Continue from the progress of another run; the stepper has its gates already."""
+        """Continue from this progress; the gates were restored before."""
         self.progress = Progress(step, landed, dict(landing), copy.deepcopy(history))
         self.stepper.set_step(step)
         if self.is_done:
@@ -134,7 +134,7 @@ class Steering:
         self._check_course(self.progress.step, n, gate_lr, landed=self.progress.landed)
 
     def _select(self, alpha: Tensor, n: Tensor) -> None:
-        """Tell the stepper what to do with each gate."""
+        """Tell the stepper which gates to shrink, and how fast."""
         stepper = self.stepper
         stepper.set_prices(*self.budget.combined(n))
         if self.lam is None:
@@ -155,7 +155,7 @@ class Steering:
         return alpha
 
     def _land(self, alpha: Tensor) -> Tensor:
-        """Close the channels that are still above the budget; warn if these are more than a few."""
+        """Close gates until the budget is met; warn if these have a large share of the MACs."""
         before = self.graph.cost.share(self.budget.widths(alpha))["macs"]
         landed = (self.stopwatch or self.budget).land(alpha, self.stepper.worth.cpu())
         removed = before - self.graph.cost.share(self.budget.widths(landed))["macs"]

@@ -1,4 +1,4 @@
-"""Check before a step that model, pruner and optimizer continue from the same checkpoint.
+"""Check before a step that the model, the pruner and the optimizer are from the same checkpoint.
 
 The parameter group of the gates holds the number of the step as one of its options, so that the
 state of the optimizer has it, too. torch keeps options that an optimizer does not know.
@@ -19,7 +19,7 @@ def note_step(group: ParameterGroup, step: int) -> None:
 
 
 class StepCheck:
-    """Knows which parts of a run were loaded."""
+    """Checks that all parts of a run are at the same step after some of them were loaded."""
 
     def __init__(self) -> None:
         self._foreign_gates = False  # gates were loaded that are not those of the pruner's state
@@ -29,8 +29,8 @@ class StepCheck:
         """Raise unless all parts are of this step.
 
         Args:
-            step: the number of steps that the pruner has counted.
-            group: the parameter group of the gates, if an optimizer is attached.
+            step: The number of steps that the pruner has counted.
+            group: The parameter group of the gates, if an optimizer is attached.
         """
         if self._foreign_gates:
             raise PruneError(

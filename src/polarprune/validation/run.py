@@ -153,7 +153,7 @@ def warn_of_more_steps(steps: int) -> None:
         f"on, and steps are not counted. Set steps = epochs * len(loader) (optimizer steps, not "
         f"batches, if gradients are accumulated); to train on at full speed, export first and "
         f"train the small model.",
-        stacklevel=5,
+        stacklevel=6,
     )
 
 

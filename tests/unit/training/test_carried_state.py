@@ -302,7 +302,9 @@ def test_weights_of_the_model_without_gates_are_refused_and_nothing_changes(stri
 def test_the_state_of_a_wrapper_is_refused_and_nothing_changes(strict: bool) -> None:
     (_, first, _), (_, second, _) = build(), build()
     before = snapshot(second)
-    with pytest.raises(pp.PruneError, match=r"begin with 'module\.', as it is of a wrapper"):
+    with pytest.raises(
+        pp.PruneError, match=r"begin with 'module\.', because it is the state of a wrapper"
+    ):
         second.load_state_dict(nn.DataParallel(first).state_dict(), strict=strict)
     assert same_state(before, snapshot(second))
     nn.DataParallel(second).load_state_dict(nn.DataParallel(first).state_dict())

@@ -102,7 +102,7 @@ def test_closed_gates_may_open_again_by_momentum() -> None:
         for gate in pruner.gates.values():
             gate.alpha.add_(0.5 * (gate.alpha == 0))
     pruner._run.steering.progress.step -= 1
-    pruner._run.move_gates()
+    pruner._steps.move_gates()
     assert not bool((pruner._run.stepper.last() == 0)[closed].any())
 
 
