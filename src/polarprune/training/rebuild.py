@@ -142,7 +142,7 @@ def _fill(new: nn.Module, held: Mapping[str, Tensor]) -> set[int]:
                     name = f"{path}.{key}" if path else key
                     found = held.get(name)
                     if found is None or found.shape != tensor.shape:  # an empty one holds a dtype
-                        assert tensor.numel() == 0, f"{name} comes from nowhere"
+                        assert tensor.numel() == 0, f"{name} is not in the model"
                         dtype = dtypes.get(tensor.dtype, tensor.dtype)
                         found = torch.empty_like(tensor, device=home, dtype=dtype)
                     remaining.add(id(found))
@@ -180,7 +180,7 @@ def cut_tensor(tensor: Tensor, kept: Mapping[int, Tensor], optimizers: Sequence[
     gradient = tensor.grad if tensor.is_leaf else None
     tensor.grad = None
     new = select_kept(tensor.data, kept)
-    # autograd remembers the shape of a leaf while a loss of the last step is alive; changing the
+    # autograd remembers the shape of a leaf while a loss of the last step exists; changing the
     # dtype clears that
     tensor.data = new.to(torch.float16 if new.dtype != torch.float16 else torch.float32)
     tensor.data = new
