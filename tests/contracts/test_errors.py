@@ -257,6 +257,20 @@ def test_an_early_export_warns() -> None:
     pruner.export()
 
 
+def test_warnings_point_to_the_line_of_the_user() -> None:
+    pruner, optimizer = setup()
+    train(pruner.model, optimizer, data(2), pruner.step)
+    with pytest.warns(UserWarning, match="export: 2 of 4 steps") as early:
+        pruner.export()
+    train(pruner.model, optimizer, data(2), pruner.step)
+    with pytest.warns(UserWarning, match=ALL_DONE) as late:
+        pruner.step()
+    fresh = pp.Pruner(digits_resnet(8), IMAGE, macs=0.5, steps=4)
+    with pytest.warns(UserWarning, match="gates share a parameter group") as mixed:
+        fresh.attach(torch.optim.SGD(fresh.model.parameters(), lr=0.1))
+    assert [caught[0].filename for caught in (early, late, mixed)] == [__file__] * 3
+
+
 def test_a_training_that_ends_before_the_budget_is_met_warns_once() -> None:
     pruner, optimizer = setup(steps=40)
     pruner.attach(optimizer)
