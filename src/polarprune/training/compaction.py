@@ -96,7 +96,8 @@ class Compaction:
     def share(self) -> float:
         """The share of the MACs that was left after the last compaction."""
         widths = [self.present[group.units].sum() for group in self.graph.prunable.values()]
-        return self.graph.cost.share(torch.stack(widths).double())["macs"]
+        share = self.graph.cost.share(torch.stack(widths).double())["macs"]
+        return share or 1.0  # a model may have no MACs
 
     def pays(self, macs: float, steps_left: int, steps: int, landed: bool) -> bool:
         """Decide whether an automatic compaction is due.
