@@ -34,17 +34,17 @@ class StepCheck:
         """
         if self._foreign_gates:
             raise PruneError(
-                f"step: gates were loaded into the model without the pruner's state of the same "
-                f"moment, which model.state_dict() contains as 'polarprune_state'. Load that whole "
-                f"dict, or call pruner.load_state_dict(state) with what pruner.state_dict() "
-                f"returned then; {_ACCEPT}. Nothing was changed."
+                f"step: gates were loaded into the model without the pruner's state that belongs "
+                f"to them, which model.state_dict() contains as 'polarprune_state'. Load that "
+                f"whole dict, or call pruner.load_state_dict(state) with what pruner.state_dict() "
+                f"returned at the same time; {_ACCEPT}. Nothing was changed."
             )
         other = step if group is None else group.get(_STEP, step)
         if other != step:
             raise PruneError(
-                f"step: the model is at step {step}, but the optimizer at step {other}: only one "
-                f"of them was loaded, or they are of different checkpoints. Load the states of "
-                f"both from the same checkpoint; {_ACCEPT}. Nothing was changed."
+                f"step: the model is at step {step}, but the optimizer is at step {other}: only "
+                f"one of them was loaded, or they come from different checkpoints. Load the states "
+                f"of both from the same checkpoint; {_ACCEPT}. Nothing was changed."
             )
         self._awaits_optimizer = False
 

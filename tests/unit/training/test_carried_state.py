@@ -270,7 +270,7 @@ def test_a_model_or_an_optimizer_that_was_loaded_alone_is_refused_at_the_next_st
     learn(first, 0, 5)
     second[loaded].load_state_dict(by_torch(first[loaded].state_dict()))
     steps = (5, 0) if loaded == 1 else (0, 5)
-    refused(second, r"the model is at step {}, but the optimizer at step {}:".format(*steps))
+    refused(second, r"the model is at step {}, but the optimizer is at step {}:".format(*steps))
     second[0].load_state_dict(second[0].state_dict())  # the remedy that the message names
     learn(second, 5, 6)
     assert second[0].step_count == steps[0] + 1
@@ -283,7 +283,7 @@ def test_a_fresh_optimizer_for_a_resumed_model_is_refused_at_the_next_step() -> 
     model.load_state_dict(by_torch(first[1].state_dict()))
     optimizer = sgd(pruner)
     pruner.attach(optimizer)
-    refused((pruner, model, optimizer), "the model is at step 5, but the optimizer at step 0")
+    refused((pruner, model, optimizer), "the model is at step 5, but the optimizer is at step 0")
 
 
 @pytest.mark.parametrize("strict", [True, False])
