@@ -51,8 +51,8 @@ def measure(name: str) -> dict[str, Any]:
     except pp.PruneError as error:
         return {**case, "refused": str(error), **environment()}
     ready = time.perf_counter() - start
-    assert pruner._stopwatch is not None
-    original = pruner._stopwatch.model
+    assert pruner._run.stopwatch is not None
+    original = pruner._run.stopwatch.model
     optimizer = torch.optim.SGD(pruner.param_groups(lr=1e-3), momentum=0.9)
     pruner.attach(optimizer)
     model.train()

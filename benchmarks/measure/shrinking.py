@@ -82,7 +82,7 @@ class Training:
         if self.pruner is not None:
             self.pruner.attach(self.optimizer)
             if self.device == "cuda":
-                self.pruner._compaction.pays = lambda *_: True  # type: ignore[method-assign]
+                self.pruner._run.compaction.pays = lambda *_: True  # type: ignore[method-assign]
         self.setup = self.now() - start
         self.model.train()
         self.run: Any = self.model

@@ -224,14 +224,14 @@ def test_after_the_announced_steps_gates_stay_and_the_training_goes_on(
         pruner.attach(optimizer)
     after = (lambda: None) if attached else pruner.step
     train(pruner.model, optimizer, data(4), after)
-    flat, history, plan = pruner._flat(), list(pruner.history), pruner.plan()
+    flat, history, plan = pruner._run.stepper.last(), list(pruner.history), pruner.plan()
     weight = next(p for p in pruner.model.parameters() if p.dim() == 4)
     before = weight.detach().clone()
     with pytest.warns(UserWarning, match=ALL_DONE) as caught:
         train(pruner.model, optimizer, data(3), after)
     assert len(caught) == 1
     assert not torch.equal(weight, before)
-    assert torch.equal(pruner._flat(), flat) and pruner.history == history
+    assert torch.equal(pruner._run.stepper.last(), flat) and pruner.history == history
     assert pruner.step_count == 4 and pruner.plan() == plan
     pruner.export()
 
@@ -243,7 +243,8 @@ def test_a_run_that_was_resumed_at_its_end_holds_its_gates_too() -> None:
     pruner.load_state_dict(first.state_dict())
     with pytest.warns(UserWarning, match=ALL_DONE):
         train(pruner.model, optimizer, data(2))
-    assert torch.equal(pruner._flat(), first._flat()) and pruner.step_count == 4
+    assert torch.equal(pruner._run.stepper.last(), first._run.stepper.last())
+    assert pruner.step_count == 4
 
 
 def test_an_early_export_warns() -> None:
@@ -254,6 +255,20 @@ def test_an_early_export_warns() -> None:
         pruner.export()
     train(pruner.model, optimizer, data(1))
     pruner.export()
+
+
+def test_warnings_point_to_the_line_of_the_user() -> None:
+    pruner, optimizer = setup()
+    train(pruner.model, optimizer, data(2), pruner.step)
+    with pytest.warns(UserWarning, match="export: 2 of 4 steps") as early:
+        pruner.export()
+    train(pruner.model, optimizer, data(2), pruner.step)
+    with pytest.warns(UserWarning, match=ALL_DONE) as late:
+        pruner.step()
+    fresh = pp.Pruner(digits_resnet(8), IMAGE, macs=0.5, steps=4)
+    with pytest.warns(UserWarning, match="gates share a parameter group") as mixed:
+        fresh.attach(torch.optim.SGD(fresh.model.parameters(), lr=0.1))
+    assert [caught[0].filename for caught in (early, late, mixed)] == [__file__] * 3
 
 
 def test_a_training_that_ends_before_the_budget_is_met_warns_once() -> None:
@@ -301,8 +316,9 @@ def test_gates_that_are_opened_from_outside_after_the_landing_are_noticed() -> N
     pruner, optimizer = setup(steps=10)
     pruner.attach(optimizer)
     train(pruner.model, optimizer, data(6))
-    pruner._stepper.put(torch.ones_like(pruner._flat()))
-    with pytest.warns(UserWarning, match=r"step 7 of 10: the budget was met, but 1\.000 of the"):
+    pruner._run.stepper.put(torch.ones_like(pruner._run.stepper.last()))
+    message = r"step 7 of 10: the budget was met before, but the model has 1\.000 of its MACs now"
+    with pytest.warns(UserWarning, match=message):
         train(pruner.model, optimizer, data(2))
 
 

@@ -13,15 +13,27 @@ import torch
 
 import polarprune as pp
 
-METHODS = {
-    f"{owner.__name__}.{name}": method
-    for owner in (pp.Pruner, pp.Schedule, pp.Gate)
-    for name, method in vars(owner).items()
-    if not name.startswith("_") and (inspect.isfunction(method) or isinstance(method, classmethod))
-    if name not in ("forward", "eps", "begins", "deadline", "cap", "window_of", "memory_of", "path")
-}
+
+def methods(owner: type) -> dict[str, Callable[..., Any]]:
+    """Return the public methods of a class that are ours, inherited ones too, by full name."""
+    found = {name: getattr(owner, name) for name in dir(owner) if not name.startswith("_")}
+    return {
+        f"{owner.__name__}.{name}": method
+        for name, method in found.items()
+        if inspect.isroutine(method) and method.__module__.startswith("polarprune")
+    }
+
+
+METHODS = methods(pp.Pruner) | methods(pp.Schedule) | methods(pp.Gate)
 NAMES: dict[str, Any] = {name: getattr(pp, name) for name in pp.__all__} | METHODS
-RAISES_NOTHING = {"PruneError", "Pruner.cost", "Pruner.plan", "Pruner.report", "Gate.values"}
+RAISES_NOTHING = {
+    "PruneError",
+    "Pruner.cost",
+    "Pruner.plan",
+    "Pruner.report",
+    "Gate.values",
+    *(methods(pp.Schedule).keys() - {"Schedule.paper"}),
+}
 
 
 def text_of(name: str) -> str:
@@ -35,17 +47,44 @@ def parameters(thing: Callable[..., Any]) -> list[str]:
     return [name for name in given if name not in ("self", "cls")]
 
 
+def returns_something(thing: Callable[..., Any]) -> bool:
+    if inspect.isclass(thing):
+        return False
+    return inspect.signature(thing).return_annotation not in (None, "None")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_public_name_has_every_section(name: str) -> None:
     text, given = text_of(name), parameters(NAMES[name])
     assert text[0].isupper() and text.splitlines()[0].rstrip().endswith((".", ":"))
     sections = ["Example:"]
     sections += ["Args:"] if given else []
-    sections += [] if name in RAISES_NOTHING or name.startswith("Schedule.") else ["Raises:"]
+    sections += ["Returns:"] if returns_something(NAMES[name]) else []
+    sections += [] if name in RAISES_NOTHING else ["Raises:"]
     missing = [section for section in sections if f"\n{section}\n" not in text]
     assert not missing, f"{name} lacks {missing}"
     undocumented = [one for one in given if f"{one.lstrip('*')}:" not in text]
     assert not undocumented, f"{name} does not explain {undocumented}"
+
+
+def test_methods_that_a_class_inherits_are_checked_too() -> None:
+    class Child(pp.Schedule):
+        pass
+
+    assert {name.partition(".")[2] for name in methods(Child)} >= {"paper", "eps", "deadline"}
+    assert {"Pruner.step", "Gate.forward"} <= METHODS.keys()
+    assert "Gate.parameters" not in METHODS
+
+
+def test_every_public_attribute_of_a_pruner_is_documented() -> None:
+    pruner = fresh()["pruner"]
+    assert isinstance(pruner, pp.Pruner)
+    names = {name for name in dir(pruner) if not name.startswith("_")}
+    names -= {name.partition(".")[2] for name in METHODS}
+    _, _, listed = text_of("Pruner").partition("\nAttributes:\n")
+    listed = listed.partition("\nRaises:\n")[0]
+    assert "step_count" in names
+    assert [name for name in sorted(names) if f"    {name}: " not in listed] == []
 
 
 def trained() -> dict[str, Any]:

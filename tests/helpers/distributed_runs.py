@@ -268,7 +268,7 @@ def ddp_refused_in_one_process() -> Result:
         raise pp.PruneError("the proof failed here")
 
     if dist.get_rank() == 1:
-        pruner._compaction._prove = refuse
+        pruner._run.compaction._prove = refuse
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(DistributedDataParallel(model), optimizer_of(pruner))

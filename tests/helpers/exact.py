@@ -122,8 +122,8 @@ def set_gates(pruner: pp.Pruner, width: Callable[[Group], int], seed: str) -> No
             gate.alpha.zero_()
             gate.alpha[kept] = torch.empty(len(kept), dtype=gate.alpha.dtype).uniform_(0.3, 1.5)
             gate.alpha.mul_(torch.randint(2, (group.size,)) * 2 - 1)
-        pruner._stepper.put(pruner._flat())
-        pruner._steering.progress.step = 0
+        pruner._run.stepper.put(pruner._run.stepper.last())
+        pruner._run.steering.progress.step = 0
         pruner.param_groups(lr=0.0)
         pruner.step()
         for gate in pruner.gates.values():

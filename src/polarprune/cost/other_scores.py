@@ -145,7 +145,6 @@ def plan_by_score(
     scores: Tensor,
     *,
     multiple_of: int | str = 1,
-    min_channels: int = 0,
     **limits: float,
 ) -> Plan:
     """Return a plan that keeps the same fraction of every group, the highest scores first.
@@ -154,13 +153,9 @@ def plan_by_score(
         graph: The graph of the model.
         scores: One score for each unit.
         multiple_of: The widths of groups are multiples of this number.
-        min_channels: Every group keeps at least this many channels, or all if it has fewer.
         limits: The budget as fractions of the original cost, such as `macs=0.5`.
     """
     budget = Budget(graph, limits, multiple_of)
-    blocks = torch.div(min_channels + budget.multiple - 1, budget.multiple, rounding_mode="floor")
-    least = torch.minimum(blocks * budget.multiple, budget.cost.full.long())
-    budget.minimum = torch.maximum(budget.minimum, least)
     budget.check_reachable()
     low, high = 0.0, 1.0
     for _ in range(30):

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class StopwatchState(TypedDict):
-    """What a checkpoint stores of a `Stopwatch`."""
+    """The state of a `Stopwatch` in a checkpoint."""
 
     model: dict[str, float | Tensor]
     last: float

@@ -7,16 +7,15 @@ gradient. As ε decays, every other gate tends to 1.
 from __future__ import annotations
 
 import threading
-from numbers import Integral
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from ..errors import PruneError
 from ..rewriting.weighted_norms import weight_of
 from ..torch_internals.markers import gate_part
+from ..validation.gates import check_gate, check_gate_input
 from .folding import spread
 
 ALPHA_START, EPS_START = 1.0, 0.1
@@ -71,7 +70,7 @@ class Gate(nn.Module):
 
     def __init__(self, size: int, axis: int = 1, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        _check(size, axis, dtype)
+        check_gate(size, axis, dtype)
         self.axis = axis
         self.alpha = nn.Parameter(torch.full((size,), ALPHA_START, dtype=dtype))
         self.register_buffer("eps", torch.tensor(EPS_START, dtype=dtype))
@@ -94,40 +93,29 @@ class Gate(nn.Module):
         return gate_value(self.alpha, self.eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `x` with every channel multiplied by its gate, in the dtype of `x`."""
-        self._check_input(x)
+        """Multiply every channel of `x` by its gate.
+
+        Args:
+            x: A floating-point tensor with `size` channels along `axis`.
+
+        Returns:
+            The product, with the shape and the dtype of `x`.
+
+        Raises:
+            PruneError: If `x` is not such a tensor.
+
+        Example:
+            >>> import torch
+            >>> import polarprune as pp
+            >>> gate = pp.Gate(2)
+            >>> _ = gate.eps.fill_(1.0)
+            >>> gate(torch.ones(1, 2)).tolist()
+            [[0.5, 0.5]]
+        """
+        check_gate_input(x, len(self.alpha), self.axis)
         shape = [1] * x.dim()
         shape[self.axis] = -1
         return x * self.values().to(x.dtype).reshape(shape)
-
-    def _check_input(self, x: object) -> None:
-        """Raise unless `x` is a floating-point tensor with the channels of this gate.
-
-        Without this check, a wrong shape could broadcast, and an integer dtype would round the
-        gates to 0 and 1.
-        """
-        given, size = type(x).__name__, len(self.alpha)
-        if isinstance(x, Tensor):
-            fits = -x.dim() <= self.axis < x.dim() and x.shape[self.axis] == size
-            if fits and (x.is_floating_point() or x.is_complex()):
-                return
-            given = f"{x.dtype} of shape {list(x.shape)}"
-        raise PruneError(
-            f"Gate: the input is {given}; pass a floating-point tensor with {size} channels along "
-            f"axis {self.axis}, or create Gate(size, axis) to match this input."
-        )
-
-
-def _check(size: object, axis: object, dtype: object) -> None:
-    """Raise unless these are valid arguments of `Gate`."""
-    if not isinstance(size, Integral) or isinstance(size, bool) or int(size) < 1:
-        raise PruneError(f"Gate: size={size!r}; pass the number of channels, at least 1.")
-    if not isinstance(axis, Integral) or isinstance(axis, bool):
-        raise PruneError(f"Gate: axis={axis!r}; pass the axis of the channels, an integer.")
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise PruneError(
-            f"Gate: dtype={dtype!r}; pass a floating-point dtype, such as torch.float32."
-        )
 
 
 class ReadyWeights(Protocol):

@@ -75,12 +75,16 @@ def make_gates(model: nn.Module, graph: Graph) -> dict[str, Gate]:
 
 @contextmanager
 def undone_on_error(model: nn.Module) -> Iterator[None]:
-    """Context manager: after an exception, restore all modules and raise a PruneError."""
+    """Context manager: after an exception or Ctrl-C, restore all modules.
+
+    Raises:
+        PruneError: In place of any other exception; Ctrl-C stays a `KeyboardInterrupt`.
+    """
     before = [(module, type(module), dict(vars(module))) for module in model.modules()]
     tables = [(v, dict(v)) for _, _, own in before for v in own.values() if isinstance(v, dict)]
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         for module, family, own in before:
             set_class(module, family)
             vars(module).clear()
@@ -88,7 +92,7 @@ def undone_on_error(model: nn.Module) -> Iterator[None]:
         for table, entries in tables:
             table.clear()
             table.update(entries)
-        if isinstance(error, PruneError):
+        if isinstance(error, PruneError) or not isinstance(error, Exception):
             raise
         raise PruneError(
             f"gates cannot be installed in this model: {error!r}. Freeze the affected part with "

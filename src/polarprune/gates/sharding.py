@@ -20,18 +20,19 @@ from ..torch_internals.markers import attached_state, gate_part
 from ..torch_internals.parallel import (
     follow_parametrizations,
     has_root,
+    in_group,
     is_distributed,
     shard_together,
     sharded_modules,
     without_fully_shard,
 )
 from ..tracing.copying import copy_model
-from ..tracing.model_state import named_tensors
+from ..tracing.model_state import Example, named_tensors
 from ..validation.models import check_is_model, check_not_tensor_parallel
 from .folding import drop_hooks_of
 from .fused import unfuse_gates
 from .gate import Gate
-from .install import insert_gates, make_gates, undone_on_error
+from .install import insert_gates, install, make_gates, undone_on_error
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -77,7 +78,33 @@ def whole_model(model: nn.Module) -> nn.Module:
     return gathered_copy(model)
 
 
-def install_in_sharded(model: nn.Module, graph: Graph) -> dict[str, Gate]:
+def install_gates(
+    model: nn.Module, whole: nn.Module, graph: Graph, example: Example
+) -> dict[str, Gate]:
+    """Install gates in a model that may be sharded already, or may be sharded later.
+
+    Args:
+        model: The model to change.
+        whole: What `whole_model` returned for it. The gates are checked there.
+        graph: The graph of the whole model.
+        example: Inputs on which the gates are checked.
+
+    Returns:
+        The gate of each prunable group, by the name of the group.
+
+    Raises:
+        PruneError: If gates cannot be installed or have no effect. The model is unchanged then.
+    """
+    gates = install(whole, graph, example)
+    if whole is not model:
+        gates = _install_in_sharded(model, graph)
+        shard_gates(model, gates)
+    elif in_group():
+        model.register_forward_pre_hook(_Expectation(next(iter(gates.values()))))
+    return gates
+
+
+def _install_in_sharded(model: nn.Module, graph: Graph) -> dict[str, Gate]:
     """Install gates in a model to which `fully_shard` was applied before.
 
     They were checked in a gathered copy, for which `graph` was made.
@@ -101,14 +128,9 @@ def shard_gates(model: nn.Module, gates: Mapping[str, Gate]) -> None:
     model.register_forward_hook(_Spread(first), always_call=True)
 
 
-def expect_early_sharding(model: nn.Module, gates: Mapping[str, Gate]) -> None:
-    """Make the model's first forward raise if `fully_shard` was applied too late for the gates."""
-    model.register_forward_pre_hook(_Expectation(next(iter(gates.values()))))
-
-
 @gate_part
 class _Expectation:
-    """A forward pre-hook of the model that checks once."""
+    """A forward pre-hook that raises, once, if `fully_shard` was applied too late for the gates."""
 
     def __init__(self, gate: Gate) -> None:
         self.gate, self.looked = gate, False

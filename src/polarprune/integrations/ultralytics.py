@@ -193,7 +193,7 @@ class Pruning(BaseTrainer):
         run = getattr(ckpt["ema"], _RUN, None)
         if run is None:
             raise PruneError(
-                "resume: this checkpoint is not of a run that prunes; start a new run."
+                "resume: this checkpoint comes from a run without pruning; start a new run."
             )
         model, average, optimizer = run["states"]
         self.model.load_state_dict(model)

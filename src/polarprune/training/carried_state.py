@@ -22,7 +22,7 @@ from .state_bytes import decode, encode
 
 
 class Run(Protocol):
-    """The part of a pruning run that the hooks use."""
+    """What the hooks need of a pruning run. `Resuming` implements it."""
 
     def current_state(self) -> State:
         """Return the state to store."""
@@ -47,9 +47,9 @@ class CarriedState:
     """The hooks of a gated model, or of a copy of one.
 
     Args:
-        model: the gated model.
-        run: its pruner; None in a copy.
-        origin: the pruner of the original.
+        model: The gated model.
+        run: The run of the model; None in a copy.
+        origin: The run of the original model.
     """
 
     def __init__(
@@ -138,8 +138,9 @@ def _check_has_gates(model: nn.Module, state: dict[str, Tensor], prefix: str) ->
     for name, _, _, parts in parametrized(model):
         if prefix + name in state and is_gated(parts):
             raise PruneError(
-                f"load_state_dict: {prefix}{name} is of the model without gates. Load such weights "
-                f"before the Pruner is built, or the state of a gated model. Nothing was changed."
+                f"load_state_dict: {prefix}{name} is a weight of the model without gates. Load "
+                f"such weights before the Pruner is built, or load the state of a gated model. "
+                f"Nothing was changed."
             )
 
 
@@ -149,9 +150,9 @@ def _check_no_wrapper(state: dict[str, Tensor], prefix: str) -> None:
         if key.startswith(prefix) and key.endswith(f".{STATE}"):
             more = key.removeprefix(prefix).removesuffix(STATE)
             raise PruneError(
-                f"load_state_dict: the names in this state begin with {more!r}, as it is of a "
-                f"wrapper of the model. Load it into the wrapper, or without that prefix. Nothing "
-                f"was changed."
+                f"load_state_dict: the names in this state begin with {more!r}, because it is the "
+                f"state of a wrapper of the model. Load it into the wrapper, or remove that "
+                f"prefix. Nothing was changed."
             )
 
 
@@ -173,7 +174,7 @@ def _give_all_names(model: nn.Module, state: dict[str, Tensor], prefix: str) -> 
 
 
 def carry_state(model: nn.Module, run: Run) -> None:
-    """Make the state dict of a model contain the state of its pruner."""
+    """Add the state of a run to the state dict of its model."""
     hooks = CarriedState(model, run, weakref.ref(run))
     attach_state(model, hooks)
     model.register_state_dict_post_hook(hooks)

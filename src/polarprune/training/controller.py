@@ -28,9 +28,9 @@ class Controller:
     """Keep the cost on the path of the schedule.
 
     Args:
-        budget: the limits, and the cost of any set of widths.
-        schedule: the path of the cost over the steps.
-        steps: the number of optimizer steps of the run.
+        budget: The limits, and the cost of any set of widths.
+        schedule: The path of the cost over the steps.
+        steps: The number of optimizer steps of the run.
     """
 
     def __init__(self, budget: Budget, schedule: Schedule, steps: int) -> None:
@@ -40,10 +40,10 @@ class Controller:
         """Return how much each gate shrinks in every following step; 0 if only the loss moves it.
 
         Args:
-            step: the number of steps done.
+            step: The number of steps done.
             alpha: α of all gates.
-            worth: how much the loss needs each gate.
-            rates: the last result. A gate that shrinks continues to shrink.
+            worth: How much the loss needs each gate.
+            rates: The last result. A gate that shrinks continues to shrink.
         """
         start, deadline = self.schedule.begins(self.steps), self.schedule.deadline(self.steps)
         if not start <= step < deadline:

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from ..gates.gate import Gate
 from ..torch_internals.markers import attached_state
 from ..tracing.copying import copy_model
+from ..validation.compaction import check_copy
 from ..validation.optimizers import checked_copies
-from .rebuild import check_copy, gates_in, same_shapes
+from .rebuild import gates_in, same_shapes
 
 
 def gated_part(model: nn.Module) -> nn.Module:
@@ -31,8 +32,8 @@ class Copy:
     """A deep copy of the gated model.
 
     Args:
-        model: the copy, which may still be under construction.
-        seen: α of its gates.
+        model: The copy, which may still be under construction.
+        seen: α of its gates when it was copied.
     """
 
     def __init__(self, model: nn.Module, seen: Tensor) -> None:
@@ -69,11 +70,11 @@ class Copies:
     """All registered copies of the gated model of a pruner.
 
     Args:
-        model: the gated model.
-        gates: the gate of each group.
+        model: The gated model.
+        gates: The gate of each group.
 
     Attributes:
-        named: copies that the user has named.
+        named: Copies that the user names in `pruner.copies`.
     """
 
     def __init__(self, model: nn.Module, gates: Mapping[str, Gate]) -> None:
@@ -86,6 +87,10 @@ class Copies:
         alpha = _joined(list(gates_in(source, self.model, self.gates).values()))
         self._found = [one for one in self._found if one.model() is not None]
         self._found.append(Copy(copy, alpha))
+
+    def name(self, copies: list[nn.Module]) -> None:
+        """Replace the list of copies that the user names."""
+        self.named = copies
 
     @torch.no_grad()
     def follow(self) -> None:
@@ -100,8 +105,8 @@ class Copies:
         """Return the copies to cut with the model.
 
         Args:
-            given: copies that the user names; by default those in `named`.
-            snapshots: also cut copies that were never changed.
+            given: Copies that the user names; by default those in `named`.
+            snapshots: Whether to cut copies that were never changed, too.
         """
         self.follow()  # finds averages that were updated since the last step
         told = [gated_part(one) for one in checked_copies(self.named if given is None else given)]
@@ -117,10 +122,11 @@ class Copies:
         """Return a copy of an average, with α and ε of the model.
 
         Raises:
-            PruneError: if it is not a copy of the gated model.
+            PruneError: If it is not a copy of the gated model.
         """
         copy = gated_part(average) if isinstance(average, nn.Module) else average
-        check_copy("export", copy, self.model)
+        fits = isinstance(copy, nn.Module) and same_shapes(copy, self.model)
+        check_copy("export", copy, fits=fits)
         copy = copy_model(copy)
         mine = gates_in(copy, self.model, self.gates)
         with torch.no_grad():

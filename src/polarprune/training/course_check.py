@@ -1,4 +1,4 @@
-"""Warn once, during a run, if it is heading past its budget."""
+"""Warn once in a run that is going to miss its budget."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..channels.graph import Graph
 from ..cost.budget import Budget
-from .schedule import Schedule
+from .settings import RunSettings
 
 _LAG = 0.1  # warn of a run that is behind its path by this share of the way to the budget
 _BLOCKS = 4  # this many of the costliest channels or blocks may be missing without a report
@@ -17,29 +17,19 @@ _OVER = 0.02  # of the highest learning rate: schedulers go below that at the en
 
 
 class CourseCheck:
-    """Compares a run with its path, its budget and its learning rate at every check of the gates.
+    """Compares a run with its schedule at every check of the gates.
 
     Args:
-        graph: the groups of channels.
-        budget: the limits, and the cost of any set of widths.
-        schedule: the path of the cost.
-        steps: the number of optimizer steps of the run.
-        deadline: the step at which the budget is met, or 0 without a budget.
-        timed: the latency is limited; a new measurement may change how much is missing.
+        graph: The groups of channels.
+        budget: The limits, and the cost of any set of widths.
+        settings: The goal of the run, and the path of the cost.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        budget: Budget,
-        schedule: Schedule,
-        steps: int,
-        *,
-        deadline: int,
-        timed: bool,
-    ) -> None:
-        self.graph, self.budget, self.schedule = graph, budget, schedule
-        self.steps, self.deadline, self.timed = steps, deadline, timed
+    def __init__(self, graph: Graph, budget: Budget, settings: RunSettings) -> None:
+        self.graph, self.budget, self.schedule = graph, budget, settings.schedule
+        self.steps, self.deadline = settings.steps, settings.deadline
+        # A new measurement of the latency may change how much is missing.
+        self.timed = "latency" in settings.limits
         self._highest_rate = 0.0
         self._late_checks = 0
         self._warned = False
@@ -48,10 +38,10 @@ class CourseCheck:
         """Warn if this check of the gates shows a problem, unless a warning was given before.
 
         Args:
-            step: the number of steps done.
-            n: the widths.
-            rate: the learning rate of the gates.
-            landed: whether the budget was met for good.
+            step: The number of steps done.
+            n: The widths of the groups.
+            rate: The learning rate of the gates.
+            landed: Whether the budget was met for good.
         """
         self._highest_rate = max(self._highest_rate, rate)
         if self._warned:
@@ -69,8 +59,8 @@ class CourseCheck:
         if self.timed or float(self.budget.excess(n)) <= 0:
             return ""
         return (
-            f"the budget was met, but {self._left(n)} of the MACs are back: gates were "
-            f"changed from outside. Load the pruner's state with the weights"
+            f"the budget was met before, but the model has {self._left(n)} of its MACs now, "
+            f"because gates were changed from outside. Load the pruner's state with the weights"
         )
 
     def _ends_early(self, step: int, rate: float) -> str:
@@ -99,9 +89,9 @@ class CourseCheck:
             return ""
         return (
             f"the cost does not follow its path: {self._left(n)} of the MACs are left, and the "
-            f"budget has to be met at step {self.deadline}. Something undoes the steps of the "
-            f"gates: do not change gates from outside, and capture a CUDA graph after attach(), "
-            f"with optimizer.step() in it"
+            f"budget has to be met at step {self.deadline}. Other code seems to overwrite the "
+            f"gates. Do not change gates from outside; capture a CUDA graph after attach(), with "
+            f"optimizer.step() in it"
         )
 
     def _left(self, n: Tensor) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import PruneError
+from ..validation.optimizers import check_matches
 
 _GATED = re.compile(r"parametrizations\.(\w+)\.original\d*$")
 NoDecay = bool | str | Iterable[str]
@@ -25,10 +25,10 @@ def weight_groups(
     """Return the groups of all parameters but the gates.
 
     Args:
-        model: the gated model.
+        model: The gated model.
         gates: α of all gates.
-        options: options of every group, such as the learning rate.
-        no_decay: what gets a group of its own, without weight decay (see `Pruner.param_groups`).
+        options: Options of every group, such as the learning rate.
+        no_decay: What gets a group of its own, without weight decay (see `Pruner.param_groups`).
 
     Returns:
         One group, or two if `no_decay` selects anything.
@@ -51,11 +51,7 @@ def _not_decayed(weights: list[tuple[str, nn.Parameter]], no_decay: NoDecay) -> 
     spared = set[int]()
     for pattern in patterns:
         found = {id(p) for name, p in weights if fnmatch.fnmatch(_as_before(name), pattern)}
-        if not found:
-            raise PruneError(
-                f"param_groups: no parameter matches no_decay={pattern!r}. Names are those of "
-                f"model.named_parameters() before the Pruner was built, such as '*.bias'."
-            )
+        check_matches(pattern, found)
         spared |= found
     return spared
 

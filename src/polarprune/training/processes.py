@@ -35,13 +35,13 @@ T = TypeVar("T")
 
 
 class Processes:
-    """What a pruner has to know about the other processes, if there are any.
+    """The other processes that train the model, if there are any.
 
     Args:
-        model: the model of the pruner.
+        model: The model of the pruner.
 
     Attributes:
-        joined: whether the first step was taken, so that the wrapper of the model is known.
+        joined: Whether the first step was taken, so that the wrapper of the model is known.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -58,7 +58,7 @@ class Processes:
         """Find the other processes before the first step, and compare these facts with theirs.
 
         Raises:
-            PruneError: if the model was parallelized in a way that cannot be pruned, or if the
+            PruneError: If the model was parallelized in a way that cannot be pruned, or if the
                 facts differ.
         """
         if self.joined:
@@ -125,7 +125,7 @@ class Processes:
         """Return the DDP modules that a compaction has to renew.
 
         Raises:
-            PruneError: if that is impossible.
+            PruneError: If that is impossible.
         """
         if self.sharded:
             raise PruneError(
@@ -149,6 +149,6 @@ class Processes:
         return found
 
     def renew(self, wrappers: list[DistributedDataParallel]) -> None:
-        """Let these wrappers follow the new shapes."""
+        """Update these wrappers for the new shapes."""
         for wrapper in wrappers:
             rewrap(wrapper)

@@ -1,7 +1,8 @@
 """The proximal step: minimise ½‖α - α̂‖² + s·R(α), R bilinear in the ℓ0 norms of the groups.
 
 Pure functions on one flat vector. `owner` holds the group of each entry, `q` and `b` the resource
-model R = ½ nᵀQn + bᵀn of the live widths n. Nothing here waits for the device.
+model R = ½ nᵀQn + bᵀn of the widths n, which count
+the gates that are not closed. Nothing here waits for the device.
 """
 
 from __future__ import annotations

@@ -1,87 +1,84 @@
-"""`Pruner`: gates in the model, a step of the gates after every optimizer step, and the export.
+"""`Pruner`: the methods that users call, with their documentation.
 
-This module has the methods that users call. `run` has the parts of a run behind them.
+The work is done by others: `PruningRun` builds the parts of a run, `Steps` moves the gates,
+`Compaction` and `Exporter` cut models, and `Resuming` stores and restores the state of the run.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from ..analysis.trace import survey
-from ..channels.graph import Plan, plan_of
+from ..channels.graph import Graph, Plan
 from ..channels.propagation import Rule
-from ..errors import PruneError
-from ..report.groups import graph_facts
-from ..report.loading import class_name
+from ..gates.gate import Gate
 from ..report.report import Report
 from ..surgery.apply import warn_of_hooks
 from ..surgery.proof import own_copy
-from ..torch_internals.parallel import only_makes_state
 from ..tracing.model_state import Example
-from ..validation.arguments import (
-    check_keywords,
-    check_schedule,
-    check_settings,
-    plain_multiple,
-    plain_uniform,
-)
-from ..validation.optimizers import check_gates, check_known, check_rates, raw_optimizers
-from ..validation.pruner_state import State, check_state
-from ..validation.run import (
-    check_done,
-    check_finite,
-    check_step_by_hand,
-    check_weights,
-    warn_of_early_export,
-)
-from .parameter_groups import NoDecay, ParameterGroup, weight_groups
-from .rebuild import check_held
+from ..validation.arguments import check_compact, check_keywords
+from ..validation.optimizers import check_rates, raw_optimizers
+from ..validation.pruner_state import State
+from .carried_state import carry_state
+from .export import Exporter
+from .parameter_groups import NoDecay, ParameterGroup
+from .resuming import Resuming
 from .run import PruningRun
 from .schedule import Schedule
+from .settings import checked_settings
+from .steering import Row
+from .steps import Steps
 
 
-class Pruner(PruningRun):
+class Pruner:
     """Prune a model to a preset budget while you train it.
 
     Args:
-        model: the model to prune. It gets gates, in place. It may be sharded by `fully_shard`.
-        example_inputs: what `model(...)` takes: a tensor, or a tuple or dict of arguments.
-        macs: budget for the MACs, as a fraction of the original, met at the end, never exceeded.
-        params: the same for the parameters. Budgets can be combined.
-        latency: the same for the time of a forward pass in eval mode, measured on the example
+        model: The model to prune. It gets gates, in place. It may be sharded by `fully_shard`.
+        example_inputs: What `model(...)` takes: a tensor, or a tuple or dict of arguments.
+        macs: The budget for the MACs, as a fraction of the original. The exported model meets it.
+        params: The same for the parameters. Budgets can be combined.
+        latency: The same for the time of a forward pass in eval mode, measured on the example
             and on its device. An export that takes over 5 % more is refused.
-        lam: the paper's plain mode instead of a budget: a fixed λ, with no ratio set in advance.
-        steps: the number of optimizer steps of the training.
-        keep: patterns of module names whose channels are frozen.
-        frozen: names of groups that are frozen, each with the reason (`folder_settings` gives it).
-        multiple_of: every kept width is a multiple of this number. "auto": 8 in groups of at least
-            64 channels, because odd widths are slow; 1 in narrower groups, and with `lam`.
-        min_channels: the least channels that a group keeps; with 0, whole branches may be removed.
-        uniform: True: groups at the same position of repeated blocks keep the same number of
-            channels or heads. Or patterns of names: equally wide groups that match one stay so.
-        schedule: how ε and the cost decrease over the steps.
-        rules: rules for unknown operations, `{torch.ops.…: rule}` (see `polarprune.rules`).
-        norms: make channels prunable that layer, RMS and group norms mix (see `trace`).
+        lam: A fixed λ instead of a budget, as in the paper. No ratio is set in advance.
+        steps: The number of optimizer steps of the training.
+        keep: Patterns of module names whose channels are frozen.
+        frozen: The names of frozen groups, each with the reason (from `folder_settings`).
+        multiple_of: Every kept width is a multiple of this number. "auto" is 8 in groups of at
+            least 64 channels, because odd widths are slow, and 1 in narrower groups and with `lam`.
+        min_channels: The least channels that a group keeps; with 0, whole branches may be removed.
+        uniform: With True, groups at the same position of repeated blocks keep the same number of
+            channels or heads. With patterns of names, equally wide groups that match one stay so.
+        schedule: How ε and the cost decrease over the steps.
+        rules: Rules for unknown operations, `{torch.ops.…: rule}` (see `polarprune.rules`).
+        norms: Make channels prunable that layer, RMS and group norms mix (see `trace`).
         compact: "auto" calls `compact()` whenever an eighth of the MACs has closed, if that pays.
 
     Attributes:
-        gates: the gate of each prunable group, by group name.
-        graph: what `trace` found.
-        history: one row for every check of the gates on the host (docs/trainers.md lists the keys).
-        watchers: functions that are called with every new row of `history`.
-        landing: the gates and the share of the MACs that were closed at once at the deadline.
-        proof: the largest difference that the last `export` found, for every mode.
-        copies: copies of the gated model that `compact` cuts besides the averages that it finds.
+        model: The model, with its gates.
+        example: A copy of the example inputs.
+        schedule: The schedule.
+        limits: The budgets that were given, by resource; empty with `lam`.
+        steps: The number of optimizer steps of the training.
+        budget: The limits, and the cost of any set of widths.
+        gates: The gate of each prunable group, by group name.
+        graph: What `trace` found.
+        step_count: The number of optimizer steps done.
+        history: One row for every check of the gates on the host (docs/trainers.md lists the keys).
+        watchers: Functions that are called with every new row of `history`.
+        landed: Whether the budget is met for good.
+        landing: The gates and the share of the MACs that were closed at once at the deadline.
+        compactions: The number of times that the model was compacted.
+        copies: Copies of the gated model that `compact` cuts besides the averages that it finds.
+        proof: The largest difference that the last `export` found, for every mode.
 
     Raises:
-        PruneError: if an argument is wrong, the model cannot be traced, no channel is prunable, or
+        PruneError: If an argument is wrong, the model cannot be traced, no channel is prunable, or
             the budget cannot be reached. The model is not changed.
 
     Example:
@@ -122,24 +119,21 @@ class Pruner(PruningRun):
         compact: str | None = None,
     ) -> None:
         keep = list(keep) if isinstance(keep, Iterable) and not isinstance(keep, str) else keep
-        wanted = {"macs": macs, "params": params, "latency": latency}
-        check_schedule(schedule, Schedule)
-        limits = check_settings(wanted, lam, steps, multiple_of, compact, keep)
-        same = plain_uniform(uniform, lam)
+        check_compact(compact)
+        budgets = {"macs": macs, "params": params, "latency": latency}
+        settings = checked_settings(budgets, lam, steps, multiple_of, uniform, schedule)
         trace = partial(survey, keep=keep, rules=rules, norms=norms, min_channels=min_channels)
-        trace = partial(trace, compare_outputs=True, uniform=same, frozen=frozen)
-        super().__init__(
-            model,
-            own_copy(example_inputs),  # the user may overwrite theirs
-            trace,
-            schedule,
-            limits=limits,
-            lam=None if lam is None else float(lam),  # a checkpoint cannot hold numpy's numbers
-            steps=int(steps),
-            multiple_of=plain_multiple(multiple_of, lam),
-            uniform=same,
-            compacts=compact == "auto",
-        )
+        trace = partial(trace, compare_outputs=True, uniform=settings.uniform, frozen=frozen)
+        example = own_copy(example_inputs)  # the user may overwrite theirs
+        self._run = PruningRun(model, example, trace, settings, compacts=compact == "auto")
+        self._steps, self._resuming = Steps(self._run), Resuming(self._run)
+        carry_state(model, self._resuming)
+        self.model, self.example, self.schedule = model, example, schedule
+        self.limits, self.steps = settings.limits, settings.steps
+        self.graph: Graph = self._run.graph
+        self.budget = self._run.budget
+        self.gates: dict[str, Gate] = self._run.gates
+        self.proof: dict[str, float] = {}
 
     # --- in the training loop ---------------------------------------------------------------------
 
@@ -149,141 +143,145 @@ class Pruner(PruningRun):
         """Return parameter groups for an optimizer: the model's weights, and the gates.
 
         Args:
-            lr: the learning rate of the weights. Gates learn with a tenth of it.
-            weight_decay: of the weights; by default what the optimizer uses. Gates have none.
-            no_decay: parameters without weight decay: True for biases and the parameters of norms
+            lr: The learning rate of the weights. The gates get a tenth of it.
+            weight_decay: The weight decay of the weights; by default that of the optimizer. The
+                gates have none.
+            no_decay: Parameters without weight decay: True for biases and the parameters of norms
                 (all with fewer than two dimensions), or patterns of names, such as ["*.bias"].
-            **kw: other options of the groups.
+            **kw: Other options of the groups.
 
         Returns:
-            Two groups, weights first and gates last; between them the weights without decay.
+            The group of the weights, then that of the weights without decay, if there are any, and
+            the group of the gates last.
 
         Raises:
-            PruneError: if a rate is negative or not finite, or a pattern matches nothing.
+            PruneError: If a rate is negative or not finite, or a pattern matches nothing.
 
         Example:
             >>> optimizer = torch.optim.SGD(pruner.param_groups(lr=0.1, weight_decay=5e-4))
         """
         check_rates(lr, weight_decay, kw)
-        self._follow_sharding()
-        alphas = self._stepper.alphas
-        decay = {} if weight_decay is None else {"weight_decay": weight_decay}
-        weights = weight_groups(self.model, alphas, {"lr": lr, **kw, **decay}, no_decay)
-        gate_lr = self._lr = lr * self.schedule.gate_lr
-        return [*weights, {**kw, "params": alphas, "lr": gate_lr, "weight_decay": 0.0}]
+        return self._steps.param_groups(lr, weight_decay, no_decay, kw)
 
     def attach(self, optimizer: Optimizer, *others: Optimizer) -> None:
         """Move the gates after every step that this optimizer takes.
 
         Args:
-            optimizer: holds the gates. A wrapper with a torch optimizer as `.optimizer`, such as
-                accelerate's, works too.
-            *others: optimizers of other parameters; `compact` cuts their state, too.
+            optimizer: The optimizer of the gates. It may be a wrapper that has a torch optimizer as
+                `.optimizer`, such as accelerate's.
+            *others: Optimizers of other parameters, so that `compact` cuts their state, too.
 
         Raises:
-            PruneError: if the optimizer does not hold the gates, or decays them, or another one
+            PruneError: If the optimizer does not hold the gates, or decays them, or another one
                 holds gates, too.
 
         Example:
             >>> pruner.attach(optimizer)
         """
-        optimizer, *rest = raw_optimizers((optimizer, *others))
-        if self._optimizer is not None:
-            raise PruneError("attach: this pruner is attached already; one optimizer is enough.")
-        for one in (optimizer, *rest):
-            self._compaction.drop_removed(one)
-        check_gates(self._named_alphas(), self._stepper.alphas, optimizer, rest)
-        if self._compaction.automatic:
-            check_held(self.model, (optimizer, *rest), "attach(optimizer, other)")
-        self._optimizer, self._others = optimizer, tuple(rest)
-        self._step_check.attached(self._gate_group(optimizer), self.step_count)
-        optimizer.register_step_pre_hook(lambda opt, args, kw: self._before_step(opt))
-        optimizer.register_step_post_hook(lambda opt, args, kw: self._after_step(opt))
+        self._steps.attach(*raw_optimizers((optimizer, *others)))
 
     def step(self) -> None:
-        """Move the gates by one step, after an optimizer step. Not needed after `attach`.
+        """Move the gates by one step, after a step of an optimizer that is not attached.
 
-        After the announced number of steps, it warns once and leaves the gates as they are.
+        After the announced number of steps, this warns once and leaves the gates as they are.
 
         Raises:
-            PruneError: if an optimizer is attached, gates are not finite, or checkpoints are mixed.
+            PruneError: If an optimizer is attached, gates are not finite, or checkpoints are mixed.
 
         Example:
             >>> optimizer.step()
-            >>> pruner.step()  # only if the optimizer is not attached
+            >>> pruner.step()
         """
-        check_step_by_hand(self._optimizer, rate_known=self.lam is None or self._lr is not None)
-        self._move_gates()
-
-    def _move_gates(self) -> None:
-        self._step_check(self.step_count)  # where attached, the optimizer was compared before
-        if self._hold_if_done():
-            return
-        captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if not captured:
-            self._check_gates_if_due()
-        self._stepper.follow_device()
-        if self.lam is not None:
-            self._stepper.scale.fill_(self.lam * self._gate_lr())
-        self._stepper()
-        if not captured:
-            self._finish_step(self.compact)
+        self._steps.step_by_hand()
 
     def replayed(self) -> None:
-        """Do the host's part of a step after a CUDA graph that holds the step was replayed.
+        """Count a step that a replayed CUDA graph has taken, and check the gates on the host.
 
         Raises:
-            PruneError: as `step` does.
+            PruneError: If gates are not finite, or checkpoints are mixed.
 
         Example:
             >>> cuda_graph.replay()  # doctest: +SKIP
             >>> pruner.replayed()  # doctest: +SKIP
         """
-        self._before_step()
-        if self.step_count >= self.steps:
-            return
-        self._check_gates_if_due()
-        self._finish_step(self.compact)
-
-    def _after_step(self, optimizer: Optimizer) -> None:
-        skipped = bool(getattr(optimizer, "found_inf", None))  # by a fused optimizer itself
-        if not skipped and not only_makes_state(optimizer):
-            self._move_gates()
+        self._steps.finish_replayed_step()
 
     # --- the state of the run ---------------------------------------------------------------------
 
+    @property
+    def step_count(self) -> int:
+        """The number of optimizer steps done."""
+        return self._run.step_count
+
+    @property
+    def landed(self) -> bool:
+        """Whether the budget is met for good."""
+        return self._run.steering.progress.landed
+
+    @property
+    def landing(self) -> dict[str, float]:
+        """The gates and the share of the MACs that were closed at once at the deadline."""
+        return self._run.steering.progress.landing
+
+    @property
+    def history(self) -> list[Row]:
+        """One row for every check of the gates on the host."""
+        return self._run.steering.progress.history
+
+    @property
+    def watchers(self) -> list[Callable[[Row], object]]:
+        """Functions that are called with every new row of the history."""
+        return self._run.steering.watchers
+
+    @property
+    def compactions(self) -> int:
+        """The number of times that the model was compacted; each time its shapes changed."""
+        return self._run.compaction.count
+
+    @property
+    def copies(self) -> list[nn.Module]:
+        """Copies of the gated model that `compact` cuts besides those that it finds."""
+        return self._run.copies.named
+
+    @copies.setter
+    def copies(self, copies: list[nn.Module]) -> None:
+        self._run.copies.name(copies)
+
     def cost(self) -> dict[str, int]:
-        """Return the remaining MACs, parameters and memory in bytes: exact, without a forward pass.
+        """Return the cost of the model without its closed channels.
+
+        Returns:
+            The MACs ("macs"), the number of parameters ("params") and the memory in bytes
+            ("memory"). They are exact and need no forward pass.
 
         Example:
             >>> pruner.cost()["macs"]
             3072
         """
-        return self.graph.cost.at(self._widths())
+        return self._run.cost()
 
     def plan(self) -> Plan:
-        """Return the indices of the channels to keep, by group name, as plain data.
+        """Return which channels to keep.
+
+        Returns:
+            The indices of the kept channels, by group name, as plain data for `shrink`.
 
         Example:
             >>> len(pruner.plan()["0"])
             16
         """
-        return plan_of(self.graph, self._alive())
+        return self._run.plan()
 
     def report(self) -> Report:
-        """Return what happened so far as data, with views as text, Markdown, JSON and HTML.
+        """Return a report of what happened so far.
+
+        Returns:
+            The report as data, with views as text, Markdown, JSON and HTML.
 
         Example:
             >>> print(pruner.report())  # doctest: +SKIP
         """
-        return Report(
-            **graph_facts(self.graph, self.plan()),
-            settings=self._settings(),
-            history=copy.deepcopy(self.history),
-            proof=dict(self.proof),
-            results={"latency_ms": self._stopwatch.results} if self._stopwatch else {},
-            model=class_name(self.model),
-        )
+        return self._run.report(self.proof)
 
     # --- smaller models ---------------------------------------------------------------------------
 
@@ -294,28 +292,25 @@ class Pruner(PruningRun):
         copies: Iterable[nn.Module] | None = None,
         verify: bool = True,
     ) -> None:
-        """Remove closed channels from the model in place; training continues as before, faster.
+        """Remove closed channels from the model in place. Training then continues, but faster.
 
         Parameters stay the same objects, and the state of the optimizers is cut with them. Under
         DistributedDataParallel all processes must call this; the wrapper is renewed. A captured
         CUDA graph has to be captured again; compiled models are compiled again automatically.
 
         Args:
-            optimizer: optimizers besides those attached; `()` if there are none.
-            copies: copies of the gated model to cut; by default `pruner.copies`. Averages that were
+            optimizer: Optimizers besides the attached ones; `()` if there are none.
+            copies: Copies of the gated model to cut; by default `pruner.copies`. Averages that were
                 updated, such as `torch.optim.swa_utils.AveragedModel`, need not be named.
-            verify: compact a copy first and compare it with the model.
+            verify: Whether to compact a copy first and compare it with the model.
 
         Raises:
-            PruneError: if something cannot be cut, or the result differs. Nothing is changed.
+            PruneError: If something cannot be cut, or the result differs. Nothing is changed.
 
         Example:
             >>> pruner.compact()
         """
-        known = self._optimizers(optimizer)
-        check_known(known, optimizer is None and self.step_count > 0)
-        others = self._compaction.copies.to_cut(copies)
-        self._cut_model(known, others, self._here() if verify else None)
+        self._run.compact(optimizer, copies, verify=verify)
 
     def export(
         self, *wrong: object, model: nn.Module | None = None, verify: bool = True
@@ -326,18 +321,18 @@ class Pruner(PruningRun):
         call this.
 
         Args:
-            *wrong: there are no positional arguments.
-            model: a copy of the gated model with other weights, such as an average, to be cut by
-                the same plan; it may be inside of a wrapper, such as
+            *wrong: Not accepted: give the arguments by name.
+            model: A copy of the gated model with other weights, such as an average, to be cut by
+                the same plan. It may be inside of a wrapper, such as
                 `torch.optim.swa_utils.AveragedModel`.
-            verify: compare the small model with the gated one, in train and in eval mode, on the
-                example and on other inputs. `pruner.proof` has the largest differences.
+            verify: Whether to compare the small model with the gated one, in train and in eval
+                mode, on the example and on other inputs. `proof` has the largest differences.
 
         Returns:
             A module of the model's own class with smaller layers.
 
         Raises:
-            PruneError: if the budget is not met yet, weights are NaN or infinite, the small model
+            PruneError: If the budget is not met yet, weights are NaN or infinite, the small model
                 differs, or `model` is not a copy of the gated one.
 
         Example:
@@ -345,39 +340,33 @@ class Pruner(PruningRun):
             >>> small = pruner.export(model=average)  # doctest: +SKIP
         """
         check_keywords("export", wrong)
-        check_finite(self._named_alphas(), self._flat())
-        gated, exporter = self._to_export(model)
-        check_weights(gated)
-        share = self.graph.cost.share(self._widths())
-        deadline = 0 if self.landed else self.schedule.deadline(self.steps)
-        check_done(self.limits, share, self.step_count, self.steps, deadline)
-        warn_of_early_export(self.step_count, self.steps)
-        warn_of_hooks(gated)
-        alive, example = self._alive(), self._here(gated)
-        small = exporter.exported(gated, alive, example)
+        exporter = Exporter(self._run, model)
+        exporter.check_ready()
+        warn_of_hooks(exporter.gated)
+        small = exporter.small()
         if verify:
-            self.proof = exporter.proved(gated, small, alive, example, self.cost()["macs"])
-            if self._stopwatch is not None:
-                self._stopwatch.check(small)
+            self.proof = exporter.prove(small)
+            exporter.check_latency(small)
         return small
 
     # --- resuming ---------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Return the state of the run, which the state dict of the model has, too.
+        """Return the state of the run.
 
-        It is needed only where a checkpoint drops entries of the model's state that it does not
-        know.
+        The state dict of the model contains it already. Store it by itself only if a checkpoint
+        drops entries of the model's state that it does not know.
+
+        Returns:
+            Tensors and plain data, which `torch.save` can store and `load_state_dict` takes.
 
         Raises:
-            PruneError: if gates are NaN or infinite: such a checkpoint must not replace a good one.
+            PruneError: If gates are NaN or infinite: such a checkpoint must not replace a good one.
 
         Example:
             >>> state = pruner.state_dict()
         """
-        flat = self._flat()
-        check_finite(self._named_alphas(), torch.cat([flat, self._stepper.worth.to(flat)]))
-        return {**self.current_state(), "history": copy.deepcopy(self.history)}
+        return self._resuming.state_dict()
 
     def load_state_dict(self, state: State) -> None:
         """Resume from the state that `state_dict` returned.
@@ -386,15 +375,12 @@ class Pruner(PruningRun):
         model and the optimizer: after a `compact()` it gives the model the widths that these have.
 
         Args:
-            state: what `state_dict` returned in a run with the same model and settings.
+            state: A state that `state_dict` returned in a run with the same model and settings.
 
         Raises:
-            PruneError: if the state is damaged, or belongs to another run. Nothing is changed.
+            PruneError: If the state is damaged, or belongs to another run. Nothing is changed.
 
         Example:
             >>> pruner.load_state_dict(state)
         """
-        own = self.current_state()
-        self._restore(check_state(state, own, self.graph, self._steering.deadline))
-        self._step_check.accept()
-        self._note_step()
+        self._resuming.load_state_dict(state)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..channels.graph import Graph, stays
-from ..errors import PruneError
 from ..gates.folding import plain
 from ..gates.gate import Gate
 from ..gates.install import insert_gates
@@ -33,9 +32,12 @@ from ..tracing.model_state import named_tensors
 
 
 def ungated(model: nn.Module, graph: Graph, *, copied: bool = True) -> nn.Module:
-    """Return a copy with plain weights: gates and parametrizations are folded into them.
+    """Return a model with plain weights, into which gates and parametrizations are folded.
 
-    With `copied=False` the model itself is used up.
+    Args:
+        model: A gated model.
+        graph: The groups of its channels.
+        copied: Whether to return a copy. With False the given model itself is changed and returned.
     """
     return without_computed_weights(plain(model, copied=copied), graph.forward_weights)
 
@@ -57,10 +59,10 @@ class Rebuild:
     This is the only way in which `Pruner` cuts a model, in `compact` and in `export`.
 
     Args:
-        bare: a skeleton of the original model, without gates.
-        graph: the groups of that model.
-        before: a mask of the units that the models to be cut have.
-        after: a mask of the units that they should have.
+        bare: A skeleton of the original model, without gates.
+        graph: The groups of that model.
+        before: A mask of the units that the models to be cut have.
+        after: A mask of the units that they should have.
     """
 
     def __init__(self, bare: nn.Module, graph: Graph, before: Tensor, after: Tensor) -> None:
@@ -71,7 +73,7 @@ class Rebuild:
 
     @property
     def changes_nothing(self) -> bool:
-        """True if the models have the wanted units already."""
+        """Whether the models have the wanted units already."""
         return torch.equal(self.after, self.before)
 
     def __call__(self, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
@@ -111,63 +113,10 @@ class Rebuild:
         return found
 
 
-def check_can_compact(rebuild: Rebuild) -> None:
-    """Refuse a model that cannot be cut while it trains."""
-    graph = rebuild.graph
-    if graph.computed and not rebuild.changes_nothing:
-        raise PruneError(
-            f"compact: {graph.computed[0]} is computed from other parameters, which cannot be cut "
-            f"while they are trained. Nothing was changed; continue training without compact()."
-        )
-    both = sorted(rebuild.recipe.rewired.keys() & graph.weights.keys())
-    if both:
-        raise PruneError(
-            f"compact: {both[0] or 'the model'} has a norm with weighted statistics in a forward "
-            f"that hard-codes widths. Nothing was changed; continue training without compact()."
-        )
-
-
-def check_optimizer_state(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose state cannot be cut."""
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            known = not isinstance(value, Tensor) or value.numel() == 1
-            if not known and value.shape != parameter.shape:
-                raise PruneError(
-                    f"compact: {type(optimizer).__name__} keeps {key} of shape "
-                    f"{list(value.shape)} for a parameter of shape {list(parameter.shape)}, "
-                    f"which cannot be cut. Nothing was changed; continue training without "
-                    f"compact(). When you resume, load the model's state before the optimizer's."
-                )
-
-
 def same_shapes(one: nn.Module, other: nn.Module) -> bool:
     """Return whether two models have tensors of the same names and shapes."""
     shapes = [{name: x.shape for name, x in named_tensors(model)} for model in (one, other)]
     return shapes[0] == shapes[1]
-
-
-def check_copy(where: str, copy: object, model: nn.Module) -> None:
-    """Refuse anything that is not a copy of the gated model."""
-    if not isinstance(copy, nn.Module) or not same_shapes(copy, model):
-        raise PruneError(
-            f"{where}: {type(copy).__name__} is not a copy of the gated model as it is now. Copy "
-            f"the model after the Pruner was built, and keep the copy in pruner.copies, so that "
-            f"compact() cuts it, too. Nothing was changed."
-        )
-
-
-def check_held(model: nn.Module, optimizers: Iterable[Optimizer], remedy: str) -> None:
-    """Refuse parameters that belong to no known optimizer: its state would keep the old shapes."""
-    held = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    loose = [name for name, parameter in trained if id(parameter) not in held]
-    if loose:
-        raise PruneError(
-            f"compact: {loose[0]} (and {len(loose) - 1} more) is in none of the optimizers. If it "
-            f"is in another one, name that too: {remedy}; if it should not be trained, call "
-            f"requires_grad_(False) on it. Nothing was changed."
-        )
 
 
 def gates_in(model: nn.Module, original: nn.Module, gates: Mapping[str, Gate]) -> dict[str, Gate]:
@@ -193,7 +142,7 @@ def _fill(new: nn.Module, held: Mapping[str, Tensor]) -> set[int]:
                     name = f"{path}.{key}" if path else key
                     found = held.get(name)
                     if found is None or found.shape != tensor.shape:  # an empty one holds a dtype
-                        assert tensor.numel() == 0, f"{name} comes from nowhere"
+                        assert tensor.numel() == 0, f"{name} is not in the model"
                         dtype = dtypes.get(tensor.dtype, tensor.dtype)
                         found = torch.empty_like(tensor, device=home, dtype=dtype)
                     remaining.add(id(found))
@@ -202,7 +151,7 @@ def _fill(new: nn.Module, held: Mapping[str, Tensor]) -> set[int]:
 
 
 def _changed_dtypes(new: nn.Module, held: Mapping[str, Tensor]) -> dict[torch.dtype, torch.dtype]:
-    """Return what became of each dtype if the model was converted after its skeleton was made."""
+    """Return the present dtype for each dtype of the skeleton; the model may be converted since."""
     pairs = [
         (tensor.dtype, held[name].dtype) for name, tensor in named_tensors(new) if name in held
     ]
@@ -231,7 +180,7 @@ def cut_tensor(tensor: Tensor, kept: Mapping[int, Tensor], optimizers: Sequence[
     gradient = tensor.grad if tensor.is_leaf else None
     tensor.grad = None
     new = select_kept(tensor.data, kept)
-    # autograd remembers the shape of a leaf while a loss of the last step is alive; changing the
+    # autograd remembers the shape of a leaf while a loss of the last step exists; changing the
     # dtype clears that
     tensor.data = new.to(torch.float16 if new.dtype != torch.float16 else torch.float32)
     tensor.data = new
@@ -252,7 +201,7 @@ def drop_parameters(optimizer: Optimizer, gone: set[int]) -> None:
 
 
 class _Takeover:
-    """Gives modules in training the structure of other modules, object by object."""
+    """Gives the modules of a model the structure of the modules of a smaller one."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -260,7 +209,7 @@ class _Takeover:
         self.known: dict[int, nn.Module] = {}
 
     def __call__(self, old: nn.Module | None, new: nn.Module, path: str = "") -> nn.Module:
-        """Return the module that stands at `path` from now on: the old one where possible."""
+        """Return the module to use at `path`: the old one, unless it has to be replaced."""
         if id(new) in self.known:
             return self.known[id(new)]
         kept = old if path not in self.replaced else None

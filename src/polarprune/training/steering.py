@@ -6,6 +6,7 @@ that close next, and a row is added to the history. At the deadline the budget i
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from ..cost.stopwatch import Stopwatch
 from ..gates.gate import gate_value
 from .controller import Controller
 from .course_check import CourseCheck
-from .schedule import Schedule
+from .settings import RunSettings
 from .stepper import Stepper
 
 _CHECKS = 400  # in one run, at most
@@ -31,13 +32,13 @@ _LARGE_LANDING = 0.005  # share of the MACs that may close at once without a war
 
 @dataclass
 class Progress:
-    """How far a run is.
+    """The progress of a run.
 
     Attributes:
-        step: optimizer steps done.
-        landed: whether the budget is met for good.
-        landing: the gates and the share of the MACs that were closed at once at the deadline.
-        history: one row for every check of the gates.
+        step: The number of optimizer steps done.
+        landed: Whether the budget is met for good.
+        landing: The gates and the share of the MACs that were closed at once at the deadline.
+        history: One row for every check of the gates.
     """
 
     step: int = 0
@@ -50,17 +51,15 @@ class Steering:
     """Steer a run to its budget.
 
     Args:
-        graph: the groups of channels.
-        budget: the limits, and the cost of any set of widths.
-        stepper: the gates.
-        schedule: the path of the cost and of ε.
-        steps: the number of optimizer steps of the run.
-        lam: λ of the paper's plain mode, or None with a budget.
-        stopwatch: measures the latency, where that is limited.
+        graph: The groups of channels.
+        budget: The limits, and the cost of any set of widths.
+        stepper: Holds the gates.
+        settings: The goal of the run, and the path of the cost and of ε.
+        stopwatch: Measures the latency, where that is limited.
 
     Attributes:
-        progress: how far the run is.
-        watchers: functions that are called with every new row of the history.
+        progress: The progress of the run.
+        watchers: Functions that are called with every new row of the history.
     """
 
     def __init__(
@@ -68,37 +67,33 @@ class Steering:
         graph: Graph,
         budget: Budget,
         stepper: Stepper,
-        schedule: Schedule,
-        steps: int,
-        *,
-        lam: float | None,
+        settings: RunSettings,
         stopwatch: Stopwatch | None,
     ) -> None:
-        self.graph, self.budget, self.stepper = graph, budget, stepper
-        self.schedule, self.steps, self.lam, self.stopwatch = schedule, steps, lam, stopwatch
+        self.graph, self.budget, self.stepper, self.stopwatch = graph, budget, stepper, stopwatch
+        self.schedule, self.steps, self.lam = settings.schedule, settings.steps, settings.lam
+        self.deadline = settings.deadline
         self.progress = Progress()
         self.watchers: list[Callable[[Row], object]] = []
-        self._controller = Controller(budget, schedule, steps)
-        self._every = max(1, steps // _CHECKS)
-        self._check_course = CourseCheck(
-            graph, budget, schedule, steps, deadline=self.deadline, timed=stopwatch is not None
-        )
-
-    @property
-    def deadline(self) -> int:
-        """The step at which the budget is met, or 0 without a budget."""
-        return self.schedule.deadline(self.steps) if self.lam is None else 0
+        self._controller = Controller(budget, self.schedule, self.steps)
+        self._every = max(1, self.steps // _CHECKS)
+        self._check_course = CourseCheck(graph, budget, settings)
 
     @property
     def most_rows(self) -> int:
-        """How many rows the history has at most: also at the start, the deadline and the end."""
-        return self.steps // self._every + 3
+        """The largest number of rows that the history can have."""
+        return self.steps // self._every + 3  # the start, the deadline and the end
 
     @property
     def is_due(self) -> bool:
-        """True if the host checks the gates after the present step."""
+        """Whether the host checks the gates after the present step."""
         step = self.progress.step + 1
         return step in (self.schedule.deadline(self.steps), self.steps) or step % self._every == 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all announced steps are done."""
+        return self.progress.step >= self.steps
 
     def count_step(self, gate_lr: float) -> bool:
         """Count a step; check the gates if that is due, and return whether it was."""
@@ -107,7 +102,18 @@ class Steering:
         self.stepper.set_step(self.progress.step)
         if due:
             self.check(gate_lr)
+        if self.is_done:
+            self.stepper.keep()
         return due
+
+    def restore(
+        self, step: int, landed: bool, landing: dict[str, float], history: list[Row]
+    ) -> None:
+        """Continue from this progress; the gates were restored before."""
+        self.progress = Progress(step, landed, dict(landing), copy.deepcopy(history))
+        self.stepper.set_step(step)
+        if self.is_done:
+            self.stepper.keep()
 
     @torch.no_grad()
     def check(self, gate_lr: float) -> None:
@@ -128,18 +134,17 @@ class Steering:
         self._check_course(self.progress.step, n, gate_lr, landed=self.progress.landed)
 
     def _select(self, alpha: Tensor, n: Tensor) -> None:
-        """Tell the stepper what to do with each gate."""
+        """Tell the stepper which gates to shrink, and how fast."""
         stepper = self.stepper
-        for own, new in zip((stepper.q, stepper.b), self.budget.combined(n), strict=True):
-            own.copy_(new)
+        stepper.set_prices(*self.budget.combined(n))
         if self.lam is None:
             worth, rates = stepper.worth.cpu(), stepper.shrink.double().cpu()
             step = self.progress.step
-            stepper.shrink.copy_(self._controller.shrink_rates(step, alpha, worth, rates))
+            stepper.set_shrink(self._controller.shrink_rates(step, alpha, worth, rates))
         else:
             spared = self.budget.blocks(alpha).member < 0 if self.schedule.spares else alpha.isnan()
             started = self.progress.step >= self.schedule.begins(self.steps)
-            stepper.pulled.copy_(~spared & started)
+            stepper.set_pulled(~spared & started)
 
     def _without_unread(self, alpha: Tensor) -> Tensor:
         """Close the channels that only closed channels read."""
@@ -150,7 +155,7 @@ class Steering:
         return alpha
 
     def _land(self, alpha: Tensor) -> Tensor:
-        """Close the channels that are still above the budget; warn if these are more than a few."""
+        """Close gates until the budget is met; warn if these have a large share of the MACs."""
         before = self.graph.cost.share(self.budget.widths(alpha))["macs"]
         landed = (self.stopwatch or self.budget).land(alpha, self.stepper.worth.cpu())
         removed = before - self.graph.cost.share(self.budget.widths(landed))["macs"]

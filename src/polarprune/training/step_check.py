@@ -1,4 +1,4 @@
-"""Check before a step that model, pruner and optimizer continue from the same checkpoint.
+"""Check before a step that the model, the pruner and the optimizer are from the same checkpoint.
 
 The parameter group of the gates holds the number of the step as one of its options, so that the
 state of the optimizer has it, too. torch keeps options that an optimizer does not know.
@@ -19,7 +19,7 @@ def note_step(group: ParameterGroup, step: int) -> None:
 
 
 class StepCheck:
-    """Knows which parts of a run were loaded."""
+    """Checks that all parts of a run are at the same step after some of them were loaded."""
 
     def __init__(self) -> None:
         self._foreign_gates = False  # gates were loaded that are not those of the pruner's state
@@ -29,22 +29,22 @@ class StepCheck:
         """Raise unless all parts are of this step.
 
         Args:
-            step: the number of steps that the pruner has counted.
-            group: the parameter group of the gates, if an optimizer is attached.
+            step: The number of steps that the pruner has counted.
+            group: The parameter group of the gates, if an optimizer is attached.
         """
         if self._foreign_gates:
             raise PruneError(
-                f"step: gates were loaded into the model without the pruner's state of the same "
-                f"moment, which model.state_dict() contains as 'polarprune_state'. Load that whole "
-                f"dict, or call pruner.load_state_dict(state) with what pruner.state_dict() "
-                f"returned then; {_ACCEPT}. Nothing was changed."
+                f"step: gates were loaded into the model without the pruner's state that belongs "
+                f"to them, which model.state_dict() contains as 'polarprune_state'. Load that "
+                f"whole dict, or call pruner.load_state_dict(state) with what pruner.state_dict() "
+                f"returned at the same time; {_ACCEPT}. Nothing was changed."
             )
         other = step if group is None else group.get(_STEP, step)
         if other != step:
             raise PruneError(
-                f"step: the model is at step {step}, but the optimizer at step {other}: only one "
-                f"of them was loaded, or they are of different checkpoints. Load the states of "
-                f"both from the same checkpoint; {_ACCEPT}. Nothing was changed."
+                f"step: the model is at step {step}, but the optimizer is at step {other}: only "
+                f"one of them was loaded, or they come from different checkpoints. Load the states "
+                f"of both from the same checkpoint; {_ACCEPT}. Nothing was changed."
             )
         self._awaits_optimizer = False
 

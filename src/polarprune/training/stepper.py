@@ -25,15 +25,15 @@ _SAVED = ("scale", "q", "b", "pulled", "shrink", "worth")
 
 
 class Stepper:
-    """All gates as one vector of the original length; removed channels count as closed.
+    """Holds all gates as one vector, and moves them; removed channels count as closed.
 
     Args:
-        gates: the gate of each group, by group name.
-        owner: for every entry of the vector, the number of its group.
-        schedule: the numbers that steer ε and α.
-        steps: the number of optimizer steps of the run.
-        proximal: take the paper's proximal step (`lam=`); otherwise gates close as the controller
-            selects them.
+        gates: The gate of each group, by group name.
+        owner: For every entry of the vector, the number of its group.
+        schedule: The numbers that steer ε and α.
+        steps: The number of optimizer steps of the run.
+        proximal: Whether to take the paper's proximal step (`lam=`). Otherwise the gates close
+            that the controller selects.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class Stepper:
         self.scale = torch.zeros((), dtype=torch.float64)  # λη of the proximal step
         self.q = torch.zeros(groups, groups, dtype=torch.float64)
         self.b = torch.zeros(groups, dtype=torch.float64)
-        self.live = torch.ones(len(owner), dtype=torch.bool)
-        self.pulled = torch.zeros_like(self.live)  # entries that the proximal step may shrink
+        self.is_open = torch.ones(len(owner), dtype=torch.bool)  # not closed
+        self.pulled = torch.zeros_like(self.is_open)  # entries that the proximal step may shrink
         self.alphas: list[nn.Parameter] = [gate.alpha for gate in gates.values()]
         self._first = next(iter(gates.values()))
         self.before = torch.ones(len(owner), dtype=self._first.alpha.dtype)  # α before this step
@@ -84,7 +84,7 @@ class Stepper:
         self.follow_device()
 
     def keep_only(self, present: Tensor) -> None:
-        """Continue with these of the original gates; the others were removed from the model."""
+        """Continue with these gates; the others were removed from the model."""
         self.kept = present.nonzero().flatten().to(self.owner.device)
 
     @torch.no_grad()
@@ -94,7 +94,7 @@ class Stepper:
 
     @torch.no_grad()
     def last(self) -> Tensor:
-        """Return the same as it was after the last step, which needs no other process."""
+        """Return α of all gates after the last step; no other process is needed."""
         return self.before.clone() if is_distributed(self.alphas[0]) else self.flat()
 
     def _at_original_positions(self, values: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ class Stepper:
         """Write α of all gates."""
         first = self.alphas[0]
         alpha = alpha.to(first.device, first.dtype)
-        self.live.copy_(alpha != 0)
+        self.is_open.copy_(alpha != 0)
         self.before.copy_(alpha)
         write_pieces(self.alphas, self._pieces(alpha))
 
@@ -122,7 +122,7 @@ class Stepper:
 
     @torch.no_grad()
     def has_own_gates(self) -> bool:
-        """Return whether α is as it was last written: nothing else has changed it."""
+        """Return whether the gates of the model have the values that were written last."""
         self.follow_device()
         return have_pieces(self.alphas, self._pieces(self.before))
 
@@ -134,17 +134,34 @@ class Stepper:
 
     @torch.no_grad()
     def set_step(self, step: int) -> None:
-        """Write ε, and the weight of the next gradient in `worth`, for `step` steps done."""
+        """Write what depends on the number of steps: ε, and the weight of the next gradient."""
         self.eps.fill_(self.schedule.eps(step, self.steps))
         torch._foreach_copy_(self._buffers, [self.eps] * len(self._buffers))
         self.weight.fill_(1 / min(step + 1, self.schedule.memory_of(self.steps)))
 
+    def set_prices(self, q: Tensor, b: Tensor) -> None:
+        """Write the resource model of the proximal step."""
+        self.q.copy_(q)
+        self.b.copy_(b)
+
+    def set_scale(self, scale: float | Tensor) -> None:
+        """Write λη of the proximal step."""
+        self.scale.fill_(scale)
+
+    def set_pulled(self, pulled: Tensor) -> None:
+        """Write which gates the proximal step may shrink."""
+        self.pulled.copy_(pulled)
+
+    def set_shrink(self, rates: Tensor) -> None:
+        """Write how much each gate shrinks in a step."""
+        self.shrink.copy_(rates)
+
     @torch.no_grad()
     def __call__(self) -> None:
-        """Follow one optimizer step."""
+        """Move the gates after one optimizer step."""
         alpha = self.flat()
         if not self.schedule.reopens:
-            alpha = alpha * self.live  # momentum must not reopen a closed gate
+            alpha = alpha * self.is_open  # momentum must not reopen a closed gate
         if self.proximal:
             alpha = self._capped(self._proximal_step(alpha))
             closing = self.pulled
@@ -155,7 +172,7 @@ class Stepper:
         if self.schedule.floor:
             alpha = self._with_floor(alpha, closing)
         self.put(alpha)
-        self.shrink *= self.live
+        self.shrink *= self.is_open
 
     def _update_worth(self, alpha: Tensor) -> None:
         """Average (g · ∂L/∂g)²: what closing a gate would change in the loss, to first order.
@@ -177,27 +194,27 @@ class Stepper:
         self.worth += (change.square() - self.worth) * self.weight
 
     def _shrunk(self, alpha: Tensor) -> Tensor:
-        """Soft-threshold the closing gates; the loss cannot open them again."""
+        """Return α with a smaller magnitude; the loss cannot open a closing gate again."""
         size = torch.minimum(alpha.abs(), self.before.abs()) - self.shrink
         return size.clamp_min(0).copysign(self.before)
 
     def _proximal_step(self, alpha: Tensor) -> Tensor:
-        """Take Algorithm 1 of the paper."""
+        """Return α after Algorithm 1 of the paper."""
         proximal = prox_l1 if self.schedule.relaxed else prox_l0
         sweeps = self.schedule.sweeps
         shrunk = proximal(alpha, self.owner, self.q, self.b, self.scale, sweeps=sweeps)
         return torch.where(self.pulled, shrunk, alpha)
 
     def _capped(self, alpha: Tensor) -> Tensor:
-        """Limit how far α moves in one step."""
+        """Return α, with a limit to how far it moves in one step."""
         cap = self.schedule.cap(self.steps)
         if math.isinf(cap):
             return alpha
         return self.before + (alpha - self.before).clamp(-cap, cap)
 
     def _with_floor(self, alpha: Tensor, closing: Tensor) -> Tensor:
-        """Keep live gates above the floor; the proximal step rounds what is below it to zero."""
-        least = self.schedule.floor * (self.live & ~closing)
+        """Keep gates that are not closed above the floor; the proximal step closes the others."""
+        least = self.schedule.floor * (self.is_open & ~closing)
         zero = closing & (alpha.abs() < self.schedule.floor) & self.proximal
         return torch.where(zero, 0, torch.where(alpha.abs() < least, least, alpha))
 
@@ -206,8 +223,9 @@ class Stepper:
         return {name: getattr(self, name).clone() for name in _SAVED}
 
     @torch.no_grad()
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state` returned."""
+    def restore(self, alpha: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Restore α of all gates, and what `state` returned."""
+        self.put(alpha)
         self.follow_device()
         for name, value in state.items():
             getattr(self, name).copy_(value)

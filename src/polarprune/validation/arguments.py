@@ -23,8 +23,6 @@ def check_settings(
     lam: float | None,
     steps: int,
     multiple_of: int | str = "auto",
-    compact: str | None = None,
-    keep: object = (),
 ) -> dict[str, float]:
     """Check the goal and the other settings of a run; return the budgets that were given.
 
@@ -33,15 +31,10 @@ def check_settings(
         lam: λ of the paper's plain mode, or None.
         steps: the number of optimizer steps.
         multiple_of: every kept width is a multiple of this number.
-        compact: None or "auto".
-        keep: patterns of module names.
 
     Raises:
         PruneError: if a value is wrong, or the goal is missing or given twice.
     """
-    keep_patterns(keep)
-    if compact not in (None, "auto"):
-        raise PruneError(f'compact={compact!r}: give "auto", or call pruner.compact() yourself.')
     limits = {key: value for key, value in wanted.items() if value is not None}
     _check_goal(limits, lam)
     if not is_count(steps) or steps >= _MOST_STEPS:
@@ -49,6 +42,12 @@ def check_settings(
     if multiple_of != "auto" and not is_count(multiple_of):
         raise PruneError(f'multiple_of={multiple_of!r}: give a positive integer, or "auto".')
     return {key: float(value) for key, value in limits.items()}
+
+
+def check_compact(compact: object) -> None:
+    """Require None or "auto" as the `compact` argument of `Pruner`."""
+    if compact not in (None, "auto"):
+        raise PruneError(f'compact={compact!r}: give "auto", or call pruner.compact() yourself.')
 
 
 def plain_multiple(multiple_of: int | str, lam: float | None) -> int | str:
@@ -95,12 +94,6 @@ def _check_goal(limits: Mapping[str, float], lam: float | None) -> None:
             )
     if lam is not None and not (isinstance(lam, (int, float)) and is_number(lam) and lam > 0):
         raise PruneError(f"lam={lam!r}: must be positive and finite.")
-
-
-def check_schedule(schedule: object, kind: type) -> None:
-    """Require an instance of `Schedule`, which is `kind`."""
-    if not isinstance(schedule, kind):
-        raise PruneError(f"schedule={schedule!r}: give a polarprune.Schedule(...).")
 
 
 def keep_patterns(keep: object) -> tuple[str, ...]:

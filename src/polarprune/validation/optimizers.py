@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -38,6 +38,12 @@ def raw_optimizers(given: Iterable[object], where: str = "attach") -> list[Optim
 def _has_hooks(optimizer: object) -> bool:
     """Return whether step hooks can be registered."""
     return hasattr(optimizer, "_optimizer_step_pre_hooks")
+
+
+def check_not_attached(optimizer: Optimizer | None) -> None:
+    """Refuse a second call of `attach`."""
+    if optimizer is not None:
+        raise PruneError("attach: this pruner is attached already; one optimizer is enough.")
 
 
 def check_gates(
@@ -92,7 +98,7 @@ def _check_groups(names: Mapping[int, str], optimizer: Optimizer) -> None:
         warnings.warn(
             f"attach: gates share a parameter group with weights, and will learn faster than they "
             f"should; {_REMEDY}.",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -108,6 +114,15 @@ def check_rates(lr: object, weight_decay: object, others: Iterable[str]) -> None
         raise PruneError(
             "param_groups: params=... is not accepted, because all parameters of the model are "
             "included. Call requires_grad_(False) on those that should not be trained."
+        )
+
+
+def check_matches(pattern: object, found: Collection[object]) -> None:
+    """Require that a pattern of names for `no_decay` has found parameters."""
+    if not found:
+        raise PruneError(
+            f"param_groups: no parameter matches no_decay={pattern!r}. Names are those of "
+            f"model.named_parameters() before the Pruner was built, such as '*.bias'."
         )
 
 

@@ -117,6 +117,15 @@ def check_done(
         )
 
 
+def check_no_other_weights(model: object) -> None:
+    """Refuse to export other weights than those of a sharded model."""
+    if model is not None:
+        raise PruneError(
+            "export: the model is sharded by fully_shard, so no other weights can be given. "
+            "Write them to a full state dict and load that into a plain model with a Pruner."
+        )
+
+
 def check_same_gates(known: Tensor, found: Tensor) -> None:
     """Refuse an export of gates that are not those after the pruner's last step."""
     if not bool((known == found).all()):
@@ -133,7 +142,7 @@ def warn_of_early_export(step: int, steps: int) -> None:
             f"export: {step} of {steps} steps were taken. The budget is met, but the weights have "
             f"not adapted to the widths yet. Continue training; if this is the end, set steps to "
             f"the number of optimizer steps that are actually taken.",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -144,7 +153,7 @@ def warn_of_more_steps(steps: int) -> None:
         f"on, and steps are not counted. Set steps = epochs * len(loader) (optimizer steps, not "
         f"batches, if gradients are accumulated); to train on at full speed, export first and "
         f"train the small model.",
-        stacklevel=5,
+        stacklevel=6,
     )
 
 

@@ -145,7 +145,7 @@ def test_several_budgets_hold_at_once(clock: Clock) -> None:
     pruner = pp.Pruner(model, IMAGES, latency=0.5, macs=0.6, params=0.35, steps=60, multiple_of=4)
     trained(pruner, 60)
     small = pruner.export()
-    share = pruner.graph.cost.share(pruner._widths())
+    share = pruner.graph.cost.share(pruner._run.widths())
     assert share["macs"] <= 0.6 and share["params"] <= 0.35
     assert clock.total(small) / whole <= 0.5 * 1.02
     assert {"macs", "params", "latency"} <= pruner.history[-1].keys()

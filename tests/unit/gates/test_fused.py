@@ -60,7 +60,7 @@ def gated(make: Callable[[], nn.Module] = Net, example: Any = IMAGES, **how: Any
     model = make().double()
     pruner = pp.Pruner(model, example, macs=0.5, steps=8, **how)
     with torch.no_grad():
-        for alpha in pruner._stepper.alphas:
+        for alpha in pruner._run.stepper.alphas:
             alpha.copy_(torch.rand_like(alpha))
     return pruner
 
@@ -220,7 +220,7 @@ def test_what_is_changed_before_the_backward_pass_is_noticed(what: str) -> None:
     out = model(IMAGES)
     with torch.no_grad():
         tensor = model.two.parametrizations.weight.original
-        (tensor if what == "weight" else pruner._stepper.alphas[0]).mul_(2)
+        (tensor if what == "weight" else pruner._run.stepper.alphas[0]).mul_(2)
     with pytest.raises(RuntimeError, match=r"changed in place|modified by an inplace operation"):
         out.sum().backward()
 

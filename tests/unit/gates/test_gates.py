@@ -264,3 +264,22 @@ def test_the_weights_learn_the_same_with_a_budget_and_without() -> None:
     for one, other in zip(*found, strict=True):
         assert one is not None and other is not None
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+def test_a_model_has_no_gates_after_ctrl_c_during_their_installation(
+    stop: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, example = NETS["resnet20"]()
+    keys, kinds = list(model.state_dict()), [type(module) for module in model.modules()]
+    graph, before = pp.trace(model, example), model.eval()(*example)
+
+    def interrupted(*given: object) -> None:
+        assert "parametrizations" in str(list(model.state_dict()))  # gates are in the model already
+        raise stop
+
+    monkeypatch.setattr("polarprune.gates.install._check", interrupted)
+    with pytest.raises(stop):
+        install(model, graph, example)
+    assert list(model.state_dict()) == keys and torch.equal(model(*example), before)
+    assert [type(module) for module in model.modules()] == kinds

@@ -194,14 +194,14 @@ def test_copies_that_are_gone_are_forgotten() -> None:
     gc.collect()
     learn(parts, 0, 25)
     parts[0].compact()
-    assert len(parts[0]._compaction.copies._found) <= 1
+    assert len(parts[0]._run.copies._found) <= 1
 
 
 def test_copies_that_we_make_ourselves_are_not_taken_for_averages() -> None:
     parts = build(compact="auto")
     learn(parts, 0, STEPS)
     parts[0].export()
-    assert parts[0].compactions and not parts[0]._compaction.copies._found
+    assert parts[0].compactions and not parts[0]._run.copies._found
 
 
 def test_a_copy_of_an_average_is_an_average_of_the_same_pruner() -> None:

@@ -270,7 +270,7 @@ def test_a_model_or_an_optimizer_that_was_loaded_alone_is_refused_at_the_next_st
     learn(first, 0, 5)
     second[loaded].load_state_dict(by_torch(first[loaded].state_dict()))
     steps = (5, 0) if loaded == 1 else (0, 5)
-    refused(second, r"the model is at step {}, but the optimizer at step {}:".format(*steps))
+    refused(second, r"the model is at step {}, but the optimizer is at step {}:".format(*steps))
     second[0].load_state_dict(second[0].state_dict())  # the remedy that the message names
     learn(second, 5, 6)
     assert second[0].step_count == steps[0] + 1
@@ -283,7 +283,7 @@ def test_a_fresh_optimizer_for_a_resumed_model_is_refused_at_the_next_step() -> 
     model.load_state_dict(by_torch(first[1].state_dict()))
     optimizer = sgd(pruner)
     pruner.attach(optimizer)
-    refused((pruner, model, optimizer), "the model is at step 5, but the optimizer at step 0")
+    refused((pruner, model, optimizer), "the model is at step 5, but the optimizer is at step 0")
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -302,7 +302,9 @@ def test_weights_of_the_model_without_gates_are_refused_and_nothing_changes(stri
 def test_the_state_of_a_wrapper_is_refused_and_nothing_changes(strict: bool) -> None:
     (_, first, _), (_, second, _) = build(), build()
     before = snapshot(second)
-    with pytest.raises(pp.PruneError, match=r"begin with 'module\.', as it is of a wrapper"):
+    with pytest.raises(
+        pp.PruneError, match=r"begin with 'module\.', because it is the state of a wrapper"
+    ):
         second.load_state_dict(nn.DataParallel(first).state_dict(), strict=strict)
     assert same_state(before, snapshot(second))
     nn.DataParallel(second).load_state_dict(nn.DataParallel(first).state_dict())

@@ -42,14 +42,14 @@ def double(inputs: Any) -> Any:
 def close(pruner: pp.Pruner, seed: int, whole: bool = False) -> None:
     """Close random gates; with `whole`, all gates that may close."""
     generator = torch.Generator().manual_seed(seed)
-    alpha = pruner._flat()
+    alpha = pruner._run.stepper.last()
     for group in pruner.graph.prunable.values():
         shut = torch.rand(group.size, generator=generator) < (1.0 if whole else 0.4)
         shut[: max(group.minimum, int(not whole))] = False
         alpha[group.offset : group.offset + group.size][shut] = 0
     with torch.no_grad():
-        pruner._stepper.put(alpha)
-        pruner._steering.check(0.0)  # channels that nothing reads close too
+        pruner._run.stepper.put(alpha)
+        pruner._run.steering.check(0.0)  # channels that nothing reads close too
 
 
 def trained(
@@ -404,7 +404,7 @@ def test_a_weight_may_lose_its_last_gate(
     pruner.param_groups(lr=0.0)
     with torch.no_grad():
         pruner.gates[group].alpha.zero_()
-        pruner._stepper.put(pruner._flat())
+        pruner._run.stepper.put(pruner._run.stepper.last())
     pruner.step()
     before = copy.deepcopy(model)
     pruner.compact(optimizer=())
@@ -562,11 +562,11 @@ def test_where_float32_is_too_coarse_a_closed_layer_is_compared_in_float64(
     optimizer = sgd(pruner)
     pruner.attach(optimizer)
     optimizer.step()
-    alpha = pruner._flat()
+    alpha = pruner._run.stepper.last()
     group = pruner.graph.prunable["inner"]
     alpha[group.offset : group.offset + group.size] = 0
     with torch.no_grad():
-        pruner._stepper.put(alpha)
+        pruner._run.stepper.put(alpha)
     if compacted:
         pruner.compact()
     coarse = f"polarprune.training.{'export.prove_cut' if compacted else 'compaction._TOLERANCE'}"

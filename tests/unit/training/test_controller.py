@@ -71,7 +71,7 @@ def test_what_the_loss_needs_least_for_its_price_is_gone(run: tuple[pp.Pruner, T
     pruner, gains = run
     prices = torch.tensor([macs for macs, _ in pruner.graph.cost.prices().values()])
     worth = gains.square() / prices[pruner.budget.owner]
-    gone = (pruner._flat() == 0)[worth.argsort()].double()
+    gone = (pruner._run.stepper.last() == 0)[worth.argsort()].double()
     half = len(gone) // 2
     assert float(gone[:half].sum()) > 0.8 * float(gone.sum())
 
@@ -86,28 +86,28 @@ def test_only_a_few_gates_are_half_open_at_a_time(run: tuple[pp.Pruner, Tensor])
 def test_a_gate_that_closes_is_closed_within_the_window_whatever_the_loss_does() -> None:
     pruner = fresh()
     window = pruner.schedule.window_of(STEPS)
-    while not bool((pruner._stepper.shrink > 0).any()):
+    while not bool((pruner._run.stepper.shrink > 0).any()):
         pruner.step()
-    chosen = pruner._stepper.shrink > 0
+    chosen = pruner._run.stepper.shrink > 0
     for number in range(window):
-        assert not bool((pruner._flat() == 0)[chosen].all()), number
+        assert not bool((pruner._run.stepper.last() == 0)[chosen].all()), number
         with torch.no_grad():
             for gate in pruner.gates.values():
                 gate.alpha += 0.3  # the loss wants them open
         pruner.step()
-    assert bool((pruner._flat() == 0)[chosen].all())
+    assert bool((pruner._run.stepper.last() == 0)[chosen].all())
 
 
 def test_no_other_gate_moves_by_more_than_the_cap_in_one_step_whatever_pushes_it() -> None:
     pruner = fresh()
     cap = pruner.schedule.cap(STEPS)
     for number in range(40):
-        before, alone = pruner._flat(), pruner._stepper.shrink == 0
+        before, alone = pruner._run.stepper.last(), pruner._run.stepper.shrink == 0
         with torch.no_grad():
             for gate in pruner.gates.values():
                 gate.alpha += 0.3 * (-1) ** number
         pruner.step()
-        moved = (pruner._flat() - before).abs()[alone].max()
+        moved = (pruner._run.stepper.last() - before).abs()[alone].max()
         assert cap / 2 < float(moved) <= cap * (1 + 1e-4)
 
 
@@ -136,7 +136,7 @@ def test_the_worth_of_a_gate_is_what_the_loss_loses_without_it_to_first_order() 
     model(x).square().mean().backward()
     optimizer.step()
     wanted = torch.tensor(moved, dtype=torch.float64).square()
-    torch.testing.assert_close(pruner._stepper.worth, wanted, rtol=1e-5, atol=1e-12)
+    torch.testing.assert_close(pruner._run.stepper.worth, wanted, rtol=1e-5, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:.*the cost does not follow its path")  # said before
@@ -144,7 +144,7 @@ def test_gates_that_were_changed_from_outside_are_closed_at_the_deadline_with_a_
     pruner = fresh(100)
     for number in range(50):
         with torch.no_grad():
-            pruner._stepper.shrink.zero_()  # nothing closes by itself
+            pruner._run.stepper.shrink.zero_()  # nothing closes by itself
         if number < 49:
             pruner.step()
     with pytest.warns(UserWarning, match=r"gates with .* of the MACs were closed at once"):
@@ -168,13 +168,13 @@ def test_a_resumed_run_goes_on_exactly() -> None:
     gains = torch.exp(torch.randn(first.graph.units)) * 30 / steps
     for _ in range(50):
         step(first, gains)
-    assert bool((first._stepper.worth > 0).any())
+    assert bool((first._run.stepper.worth > 0).any())
     second = fresh(200)
     second.load_state_dict(first.state_dict())
     for number in range(40):
         step(first, gains)
         step(second, gains)
-        assert torch.equal(first._flat(), second._flat()), number
+        assert torch.equal(first._run.stepper.last(), second._run.stepper.last()), number
     assert first.history == second.history
 
 
@@ -202,13 +202,13 @@ def test_the_norm_as_it_is_leaves_large_gates_alone_and_takes_small_ones(relaxed
     pruner = pp.Pruner(resnet20(16), torch.randn(2, 3, 16, 16), lam=1.0, steps=9, schedule=schedule)
     pruner.param_groups(lr=10.0)  # of the gates: 1
     before = torch.rand(pruner.graph.units) / 3 + 0.01
-    pruner._stepper.put(before)
+    pruner._run.stepper.put(before)
     q, b = pruner.budget.combined(pruner.budget.widths(before))
     beta = (q @ pruner.budget.widths(before) + b)[pruner.budget.owner].float()
-    pulled = pruner._stepper.pulled.clone()  # all but those that have to stay
+    pulled = pruner._run.stepper.pulled.clone()  # all but those that have to stay
     assert int(pulled.sum()) > 0.9 * len(pulled)
     pruner.step()
-    after = pruner._flat()
+    after = pruner._run.stepper.last()
     wanted = (before - beta).clamp_min(0) if relaxed else before * (before**2 > 2 * beta)
     gone = wanted == 0
     assert 0 < int(gone.sum()) < len(gone)

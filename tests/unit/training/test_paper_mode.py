@@ -79,8 +79,8 @@ def beside(lam: float, momentum: float, steps: int = 40) -> tuple[pp.Pruner, Pap
         optimizer.step()
         paper.step(x, y)
         theirs = torch.cat([alpha.detach() for alpha in paper.alphas])
-        torch.testing.assert_close(pruner._flat(), theirs, rtol=0, atol=1e-12)
-        assert torch.equal(pruner._flat() == 0, theirs == 0)
+        torch.testing.assert_close(pruner._run.stepper.last(), theirs, rtol=0, atol=1e-12)
+        assert torch.equal(pruner._run.stepper.last() == 0, theirs == 0)
     return pruner, paper
 
 
@@ -90,20 +90,20 @@ def test_every_step_is_that_of_the_paper(lam: float, momentum: float) -> None:
     pruner, paper = beside(lam, momentum)
     x, _ = batches(1)[0]
     torch.testing.assert_close(pruner.model(x), paper(x), rtol=0, atol=1e-12)
-    closed = int((pruner._flat() == 0).sum())
+    closed = int((pruner._run.stepper.last() == 0).sum())
     assert closed == 0 if lam < 10 else closed > 0
 
 
 def test_closed_gates_may_open_again_by_momentum() -> None:
     pruner, _ = beside(60.0, 0.9, steps=30)
-    closed = pruner._flat() == 0
+    closed = pruner._run.stepper.last() == 0
     assert bool(closed.any())
     with torch.no_grad():
         for gate in pruner.gates.values():
             gate.alpha.add_(0.5 * (gate.alpha == 0))
-    pruner._steering.progress.step -= 1
-    pruner._move_gates()
-    assert not bool((pruner._flat() == 0)[closed].any())
+    pruner._run.steering.progress.step -= 1
+    pruner._steps.move_gates()
+    assert not bool((pruner._run.stepper.last() == 0)[closed].any())
 
 
 def test_a_network_that_falls_apart_is_refused_at_export() -> None:
@@ -113,7 +113,7 @@ def test_a_network_that_falls_apart_is_refused_at_export() -> None:
     pruner.param_groups(lr=RATE)
     for _ in range(10):
         pruner.step()
-    assert int((pruner._flat() != 0).sum()) == 0
+    assert int((pruner._run.stepper.last() != 0).sum()) == 0
     with pytest.raises(pp.PruneError, match="the group needs at least 1"):
         pruner.export()
 

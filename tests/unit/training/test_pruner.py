@@ -563,8 +563,8 @@ def test_complex_outputs_are_compared_as_numbers() -> None:
         with torch.no_grad():
             pruner.gates["one"].alpha.copy_(torch.rand(8) + 0.3)
             pruner.gates["one"].alpha[k] = 0
-            pruner._stepper.put(pruner._flat())
-        pruner._steering.progress.step = 0
+            pruner._run.stepper.put(pruner._run.stepper.last())
+        pruner._run.steering.progress.step = 0
         pruner.step()
         pruner.export()
         assert max(pruner.proof.values()) < 1e-5

@@ -85,7 +85,7 @@ def test_a_run_with_a_budget_of_latency_resumes_bit_equal_if_the_clock_is_exact(
 def test_what_was_given_up_is_not_tried_again_after_a_break() -> None:
     first = build(compact="auto")
     learn(first, 0, 5)
-    first[0]._compaction.gave_up = True  # as after a refusal, with a warning
+    first[0]._run.compaction.gave_up = True  # as after a refusal, with a warning
     second = build(compact="auto")
     for part, state in zip(second, stored(first), strict=True):
         part.load_state_dict(state)

@@ -57,7 +57,7 @@ def test_the_check_sees_a_value_that_is_read() -> None:
 def test_no_step_reads_back_from_the_device(goal: dict[str, float], compacted: bool) -> None:
     pruner, optimizer = started(4000, **goal)
     if compacted:
-        pruner._stepper.put(torch.arange(pruner.graph.units) % 3)
+        pruner._run.stepper.put(torch.arange(pruner.graph.units) % 3)
         pruner.compact()
     images = torch.randn(4, 3, 6, 6)
     for _ in range(25):  # the host looks in at every tenth

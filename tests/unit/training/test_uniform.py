@@ -148,7 +148,7 @@ def test_patterns_leave_other_positions_free() -> None:
 def test_at_every_step_widths_differ_by_what_shrinks_at_most() -> None:
     """Gates of a block are selected together, and reach zero in the same window."""
     pruner, optimizer = setup("vision transformer", steps=STEPS, macs=0.3)
-    rates = pruner._stepper
+    rates = pruner._run.stepper
 
     def check() -> None:
         remaining = torch.where(rates.shrink.cpu() > 0, 0, alphas(pruner).double())

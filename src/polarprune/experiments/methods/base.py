@@ -114,9 +114,7 @@ class PlannedMethod(ComparedMethod):
     def keep_same_share(self, scores: Tensor) -> Plan:
         """Return a plan that keeps the same share of every group, highest scores first."""
         multiple = self.settings.multiple_of
-        return plan_by_score(
-            self.graph, scores, multiple_of=multiple, min_channels=0, **self.limits
-        )
+        return plan_by_score(self.graph, scores, multiple_of=multiple, **self.limits)
 
     def keep_above_threshold(self, scores: Tensor) -> Plan:
         """Return a plan that keeps the channels above one threshold for all groups."""

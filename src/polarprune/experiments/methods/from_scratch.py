@@ -57,7 +57,8 @@ def new_small_network(
 def plan_of_thin(graph: Graph, limits: Limits, multiple_of: int | str = 1) -> Plan:
     """Return a plan in which every group keeps the same share, and at least one channel."""
     same = torch.ones(graph.units)
-    return plan_by_score(graph, same, multiple_of=multiple_of, min_channels=1, **limits)
+    graph = graph.with_minimum(dict.fromkeys(graph.prunable, 1))
+    return plan_by_score(graph, same, multiple_of=multiple_of, **limits)
 
 
 def plan_of_shapes(graph: Graph, limits: Limits, shapes: JsonObject) -> Plan:
