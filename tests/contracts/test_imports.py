@@ -61,6 +61,7 @@ ORDER: dict[str, list[str]] = {
     ],
     "rules": [],
     "rewriting": [
+        "call_form",
         "captured_forward",
         "call_matching",
         "node_shapes",

@@ -24,7 +24,7 @@ from ..torch_internals.markers import attached_recipe, uncompiled
 from ..tracing.copying import copy_model
 from ..tracing.model_state import named_tensors
 from ..validation.arguments import check_path
-from .old_versions import upgrade_version_1
+from .old_versions import upgraded
 from .untrusted.checksum import BLANK, is_intact, signed
 from .untrusted.json_text import parse_json, printable
 from .untrusted.metadata import (
@@ -211,7 +211,7 @@ def _build(content: JsonObject, model: nn.Module) -> nn.Module:
     """Return the small model with the weights of the model that was passed."""
     data = content["recipe"]
     check_code_amount(data)
-    recipe = typed_recipe(upgrade_version_1(data, model) if content["version"] == 1 else data)
+    recipe = typed_recipe(upgraded(data, content["version"], model))
     check_computed(recipe, model)
     base = make_plain(copy_model(model), recipe.computed) if recipe.computed else model
     check_shapes(base, recipe.shapes, OTHER_MODEL)

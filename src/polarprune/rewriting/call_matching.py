@@ -10,16 +10,16 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ..errors import PruneError
 from ..tracing.model_state import Args, Kwargs
+from .call_form import flatten
 from .captured_forward import PLAIN_TYPES, CapturedForward
 
 
 def form_of(args: Args, kwargs: Kwargs) -> str:
     """Return a text that is equal for two calls if one graph can serve both."""
-    leaves, form = pytree.tree_flatten((args, kwargs))
+    leaves, form = flatten((args, kwargs))
     return f"{form} {[leaf if isinstance(leaf, PLAIN_TYPES) else type(leaf) for leaf in leaves]}"
 
 
@@ -32,8 +32,8 @@ def graph_arguments(
         PruneError: The call has another structure than the one that was captured.
     """
     for call in spellings(type(module).forward, args, kwargs):
-        leaves, form = pytree.tree_flatten(call)
-        if pytree.treespec_dumps(form) == captured.form and _has_values(leaves, captured.fixed):
+        leaves, form = flatten(call)
+        if form == captured.form and _has_values(leaves, captured.fixed):
             return [leaf for i, leaf in enumerate(leaves) if str(i) not in captured.fixed]
     raise PruneError(
         f"{type(module).__name__}: called with different arguments than the example, for which its "

@@ -98,8 +98,7 @@ _GROWING_METHODS = "new_zeros new_ones new_empty expand broadcast_to repeat tile
 _GROWING: set[Target] = {
     *_GROWING_METHODS.split(),
     *(torch.broadcast_to, torch.tile, torch.repeat_interleave),
-    *(F.pad, torch._C._nn.pad, torch.constant_pad_nd),
-    *(F.interpolate, F.one_hot, torch._C._nn.one_hot),
+    *(F.pad, torch.constant_pad_nd, F.interpolate, F.one_hot),
     *(getattr(F, f"adaptive_{kind}_pool{n}d") for kind in ("avg", "max") for n in (1, 2, 3)),
 }
 

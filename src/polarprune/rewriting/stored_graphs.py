@@ -20,6 +20,7 @@ from torch import fx
 
 from ..errors import PruneError
 from .allowed_calls import ATTRIBUTES, METHODS, function_named, name_of_function, takes
+from .call_form import count_leaves, decode_form, encode_form
 from .captured_forward import CapturedForward
 
 Json: TypeAlias = object  # the result of `json.loads`, whose types are not known yet
@@ -37,7 +38,6 @@ _OTHER_DEVICE = re.compile(
 )
 _MAX_NODES = 100_000  # in a graph
 _MAX_LENGTH = 4096  # of a string
-_ARGUMENT_SPEC = '{"type": null, "context": null, "children_spec": []}'  # a leaf in a pytree spec
 _DTYPES = """
 bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex32
 complex64 complex128 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz
@@ -87,7 +87,8 @@ def encode(captured: CapturedForward) -> StoredForward:
     """
     graphs = {mode: encode_graph(graph) for mode, graph in captured.graphs.items()}
     fixed = {number: _encode(value) for number, value in captured.fixed.items()}
-    return {"form": captured.form, "fixed": fixed, **graphs}
+    form = None if captured.form is None else encode_form(captured.form)
+    return {"form": form, "fixed": fixed, **graphs}
 
 
 def decode(data: Json) -> CapturedForward:
@@ -124,9 +125,7 @@ def _decode_forward(data: Json) -> CapturedForward:
     """Return the captured forward, and refuse data of any other form."""
     parts = _as_dict(data, "parts of a forward")
     _check(parts.keys() == {"form", "fixed", "train", "eval"}, "parts of a forward")
-    form = parts["form"]
-    if form is not None and (type(form) is not str or len(form) >= 2**16):
-        raise refuse("form of a call")
+    form = None if parts["form"] is None else decode_form(parts["form"])
     fixed = _as_dict(parts["fixed"], "fixed arguments")
     _check(form is not None or not fixed, "fixed arguments")
     graphs = {mode: _decode_graph(parts[mode]) for mode in ("train", "eval")}
@@ -134,7 +133,7 @@ def _decode_forward(data: Json) -> CapturedForward:
     count = len(inputs) + len(fixed)
     same_inputs = inputs == _placeholders(graphs["eval"])
     _check(same_inputs and fixed.keys() <= {str(k) for k in range(count)}, "arguments")
-    _check(form is None or form.count(_ARGUMENT_SPEC) == count, "arguments")
+    _check(form is None or count_leaves(form) == count, "arguments")
     return CapturedForward(form, {key: _decode(value, {}) for key, value in fixed.items()}, graphs)
 
 
