@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import PruneError
-from . import interpreter
-from .interpreter import Function
+from . import node_functions
+from .node_functions import Function
 
 # Element-wise operations. Each of these also exists as a method and in place (`relu_`).
 _POINTWISE = """
@@ -160,7 +160,7 @@ _NAMESPACES: dict[str, tuple[object, str]] = {
     "special": (torch.special, _SPECIAL),
     "operator": (operator, _OPERATORS),
     "builtins": (builtins, "getattr"),
-    "polarprune": (interpreter, "expect expect_pieces no_channel one_channel one_point"),
+    "polarprune": (node_functions, "expect expect_pieces no_channel one_channel one_point"),
 }
 FUNCTIONS: dict[str, Function] = {
     f"{prefix}.{name}": getattr(namespace, name)

@@ -24,9 +24,16 @@ def form_of(args: Args, kwargs: Kwargs) -> str:
 
 
 def graph_arguments(
-    captured: CapturedForward, module: nn.Module, args: Args, kwargs: Kwargs
+    captured: CapturedForward, module: nn.Module, args: Args, kwargs: Kwargs, owner: str
 ) -> list[object]:
     """Return the inputs of the graph for a call of the module.
+
+    Args:
+        captured: The graph.
+        module: The module.
+        args: The positional arguments of the call.
+        kwargs: The keyword arguments of the call.
+        owner: The name of the module in messages.
 
     Raises:
         PruneError: The call has another structure than the one that was captured.
@@ -36,7 +43,7 @@ def graph_arguments(
         if form == captured.form and _has_values(leaves, captured.fixed):
             return [leaf for i, leaf in enumerate(leaves) if str(i) not in captured.fixed]
     raise PruneError(
-        f"{type(module).__name__}: called with different arguments than the example, for which its "
+        f"{owner}: called with different arguments than the example, for which its "
         f"forward was rewritten. Trace with an example that calls it as you do."
     )
 

@@ -22,7 +22,8 @@ from ..channels.graph import Graph, module_of
 from ..errors import PruneError
 from ..tracing.model_state import named_tensors
 from .captured_forward import CapturedForward, Refused, notes_of
-from .interpreter import one_point
+from .node_functions import one_point
+from .node_names import describe
 from .stored_graphs import encode_graph
 from .symbolic_graphs import editable_graph, readable_graph
 
@@ -101,7 +102,7 @@ def removable_branches(
     others = [user for user in users if not _is_added(user, constant)]
     if others:
         added = len(others) < len(users)
-        return Refused(f"{others[0].name} also reads its result") if added else []
+        return Refused(f"{describe(others[0])} also reads its result") if added else []
     return [{"node": node.name, "vector": True} for node in sources] + [
         {"node": node.name, "spread": True} for node in ends
     ]

@@ -40,7 +40,7 @@ def marked_forward(
 
     def forward(*args: object, **kwargs: object) -> object:
         graph = captured.graphs["train" if module.training else "eval"]
-        inputs = graph_arguments(captured, module, args, kwargs)
+        inputs = graph_arguments(captured, module, args, kwargs, type(module).__name__)
         return MarkingInterpreter(module, graph=graph).run(*inputs)
 
     return forward

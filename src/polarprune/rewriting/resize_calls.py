@@ -17,7 +17,7 @@ from torch.fx.node import Argument
 
 from ..channels.graph import Graph
 from ..tracing.tape import Value
-from .interpreter import no_channel, one_channel
+from .node_functions import no_channel, one_channel
 from .node_shapes import NodeShapes
 from .width_arithmetic import resized_argument
 

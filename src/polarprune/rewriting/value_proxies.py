@@ -28,7 +28,7 @@ from ..torch_internals.patches import OneThreadTracer
 from ..tracing.model_state import Args, Kwargs
 from ..tracing.source_lines import SOURCE_LINE, user_line
 from .installed_forward import is_index_vector
-from .interpreter import expect, expect_pieces
+from .node_functions import expect, expect_pieces
 
 Result = TypeVar("Result")
 

@@ -200,6 +200,15 @@ HOSTILE = [
     node("h", "call_module", "stem", []),
     node("h", "call_module", "stem", [X, X]),
     node("h", "call_module", "stem", [X], scale=1),
+    *(
+        [*node("h", "call_method", "relu", [X]), line]
+        for line in (None, 12, "", "net.py", "net.py:", "net.py:x", "/net.py:1", "a\\b.py:1", [])
+    ),
+    *(
+        [*node("h", "call_method", "relu", [X]), line]
+        for line in ("a" * 200 + ":1", "net.py:123456789", "net.py:\u0661", "\x1b.py:1", "a\nb:1")
+    ),
+    [*node("h", "call_method", "relu", [X]), "net.py:1", "net.py:1"],
 ]
 
 
@@ -507,11 +516,11 @@ def test_what_children_give_counts_as_an_input(monkeypatch: pytest.MonkeyPatch) 
     )
     assert inside(model, torch.ones(1, 1, 4)).shape == (1, 1, 212)
     again = runs_of(*chain(20, X, lambda name, x: node(name, "call_module", "wide", [x])))
-    with pytest.raises(pp.PruneError, match=r"node c[2-7] \(wide\).*out of proportion"):
+    with pytest.raises(pp.PruneError, match=r"submodule wide: .*out of proportion"):
         again(model, torch.ones(1, 1, 4))
 
 
-def test_what_fails_names_the_module_and_the_node(
+def test_what_fails_names_the_module_and_the_line(
     victims: dict[str, Victim], tmp_path: Path
 ) -> None:
     one = victims["rewritten code"]
@@ -520,12 +529,13 @@ def test_what_fails_names_the_module_and_the_node(
     with pytest.raises(pp.PruneError) as error:
         small(torch.randn(2, 3, 6, 5))
     assert (
-        "Baked, node h (matmul): the stored code of this module failed: RuntimeError: Expected"
+        "Baked, operation matmul: the stored code of this module failed: RuntimeError: Expected"
         in str(error.value)
     )
     assert isinstance(error.value.__cause__, RuntimeError)
     fine = opened(one, one.data, tmp_path)
-    with pytest.raises(pp.PruneError, match=r"Baked, node stem \(stem\).*to have 3 channels"):
+    wanted = r"^Baked, forgeries\.py:\d+, submodule stem: .*to have 3 channels"
+    with pytest.raises(pp.PruneError, match=wanted):
         fine(torch.randn(2, 4, 6, 6))
 
 

@@ -741,4 +741,4 @@ def renamed(nodes: list[Any]) -> list[Any]:
             return {key: replaced(item) for key, item in data.items()}
         return [replaced(item) for item in data] if isinstance(data, list) else data
 
-    return [[names[n], kind, target, replaced(a), replaced(k)] for n, kind, target, a, k in nodes]
+    return [[names[name], *map(replaced, rest)] for name, *rest in nodes]
