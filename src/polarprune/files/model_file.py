@@ -188,7 +188,9 @@ def load(path: str | Path, *, model: nn.Module) -> nn.Module:
         small = _build(content, model)
     except PruneError as error:
         reason = printable(str(error))
-        raise PruneError(f"load: {path} is damaged, or of another model: {reason}") from error
+        raise PruneError(
+            f"load: {path} is damaged or belongs to another model: {reason}"
+        ) from error
     except Exception as error:  # a file may lead to any exception
         raise _damaged(path, error) from error
     check_fit(tensors, small.state_dict(), path)
@@ -281,4 +283,6 @@ def _read_tensors(path: str | Path, model: nn.Module) -> dict[str, Tensor]:
 
 
 def _damaged(path: str | Path, error: Exception) -> PruneError:
-    return PruneError(f"load: the recipe in {path} is damaged, or of another model: {error!r}.")
+    return PruneError(
+        f"load: the recipe in {path} is damaged or belongs to another model: {error!r}."
+    )

@@ -18,7 +18,7 @@ from .captured_forward import PLAIN_TYPES, CapturedForward
 
 
 def form_of(args: Args, kwargs: Kwargs) -> str:
-    """Return a text that is equal for two calls if one graph can serve both."""
+    """Return a string that is equal for two calls if one graph can run both."""
     leaves, form = flatten((args, kwargs))
     return f"{form} {[leaf if isinstance(leaf, PLAIN_TYPES) else type(leaf) for leaf in leaves]}"
 

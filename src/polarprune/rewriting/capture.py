@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import PruneError
 from ..torch_internals.class_swaps import derive_class
@@ -70,10 +71,8 @@ def capture_all(model: nn.Module, example: Example, paths: Iterable[str]) -> Cap
     calls, forms = _observed_calls(model, example, paths)
     uncalled = [path for path in paths if path not in calls]
     found = Captures(refused=dict.fromkeys(uncalled, Refused("the example does not call it")))
-    with (
-        restored(model, False),
-        without_fused_paths(model),
-    ):  # as if the first run had not taken place
+    # Each module is captured in the state that it had before that run.
+    with restored(model, False), without_fused_paths(model):
         for path, call in calls.items():
             one = (
                 Refused("the example calls it several times, with different kinds of arguments")
@@ -101,12 +100,12 @@ def _observed_calls(
 
         return remember
 
-    handles = [
-        model.get_submodule(path).register_forward_pre_hook(hook(path), with_kwargs=True)
-        for path in paths
-    ]
     args, kwargs = as_call(example)
+    handles: list[RemovableHandle] = []
     try:
+        for path in paths:
+            module = model.get_submodule(path)
+            handles.append(module.register_forward_pre_hook(hook(path), with_kwargs=True))
         with restored(model, False), without_fused_paths(model):
             model(*args, **kwargs)
     finally:

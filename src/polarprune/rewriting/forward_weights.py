@@ -42,7 +42,7 @@ class ParametrizedWeight(ComputedWeight):
         return tensor
 
     def forward(self, weight: Tensor) -> Tensor:
-        """Compute the weight from the parameter in its place and the layer's other tensors."""
+        """Compute the weight from the parameter that it replaces and the layer's other tensors."""
         given = [weight if name == self.leaf else self._held(name) for name in self.names]
         found: Tensor = self.function(None, *given)
         return found

@@ -136,7 +136,7 @@ def _forward_of(captured: CapturedForward, owner: str, from_file: bool) -> Forwa
 
     def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
         function = functions["train" if self.training else "eval"]
-        if len(args) == count and not kwargs:  # the short way, which torch.compile can follow
+        if len(args) == count and not kwargs:  # a fast path, which torch.compile can follow
             return function(self, *args)
         return function(self, *inputs_of(self, args, kwargs))
 
@@ -203,6 +203,6 @@ def is_index_vector(value: object) -> bool:
 
 
 def plain_attributes(module: nn.Module) -> dict[str, object]:
-    """Return the numbers, truth values and texts that a module holds."""
+    """Return the attributes of a module that are numbers, booleans or strings."""
     kinds = (bool, int, float, str)
     return {k: v for k, v in vars(module).items() if isinstance(v, kinds) and k != "training"}

@@ -163,7 +163,7 @@ def _sequence_maker(value: Sequence[object]) -> Function:
 
 
 def _step(call: _Call) -> Step:
-    """Return a call as a closure; the most frequent forms get one that builds no lists."""
+    """Return a call as a closure, which builds no lists for the most frequent kinds of calls."""
     if not call.keywords and len(call.arguments) == 1:
         return _step_with_one_argument(call)
     if not call.keywords and len(call.arguments) == 2:
@@ -286,8 +286,8 @@ class _FileGuard(_Guard):
             first_line = (str(error).strip().splitlines() or [""])[0][:300]
             raise PruneError(
                 f"{where}: the stored code of this module failed: {type(error).__name__}: "
-                f"{first_line} (Check that the input has the same form as the example. If it has, "
-                f"the file may be forged.)"
+                f"{first_line} (Check that the inputs have the types and shapes of the example. If "
+                f"they do, the file may be forged.)"
             ) from error
 
 

@@ -44,8 +44,10 @@ def _operation(node: fx.Node) -> str:
     python = getattr(operator, name, None) is node.target
     if node.op == "call_module":
         return f"submodule {name}"
-    if node.op in ("placeholder", "output"):
-        return "argument" if node.op == "placeholder" else "return value"
+    if node.op == "placeholder":
+        return f"argument {name}"
+    if node.op == "output":
+        return "return value"
     if node.op == "get_attr":
         return f"attribute {name}"
     if name == "getattr" and len(node.args) > 1:

@@ -202,7 +202,8 @@ class ValueTracer(OneThreadTracer):
         proxy: Any = super().create_proxy(
             kind, target, args, kwargs, name, type_expr, proxy_factory_fn
         )
-        proxy.node.meta[SOURCE_LINE] = user_line()
+        if kind != "placeholder":
+            proxy.node.meta[SOURCE_LINE] = user_line()
         value = proxy.value = self.values[proxy.node] = self._compute(proxy.node)
         self._note_data(proxy.node, value)
         if isinstance(value, bool) and target in _COMPARISONS:

@@ -95,7 +95,7 @@ def test_operations_are_named_as_in_the_code_of_the_user() -> None:
         "attribute shape": graph.call_function(getattr, (x, "shape")),
         "attribute gain": graph.get_attr("gain"),
         "submodule layers.0": graph.call_module("layers.0", (x,)),
-        "argument": x,
+        "argument x": x,
         "return value": graph.output(x),
     }
     assert {describe(node): node for node in named.values()} == named

@@ -79,7 +79,7 @@ _FIELDS: dict[str, Check] = {
     ),
     "constants": _names,
     "identities": _names,
-    "hollow": _names,
+    "hollow": _names,  # pooling layers that may be given no channels
     "heads": _dict_of(_is_name, _counts),
     "rewired": _dict_of(_is_name, lambda value: type(value) is dict),
     "removed": _dict_of(_is_name, _list_of(is_path, distinct=True)),
