@@ -118,7 +118,9 @@ def decode_form(data: object) -> Form:
     """
     found = _from_torch(data) if isinstance(data, str) else data
     form = _Reader().read(found, 0)
-    args, kwargs = form[2] if form[0] == "tuple" and len(form[2]) == 2 else (LEAF, LEAF)
+    if isinstance(form, str) or form[0] != "tuple" or len(form[2]) != 2:
+        raise _refused("no call")
+    args, kwargs = form[2]
     _require(args[0] == "tuple" and kwargs[0] == "dict", "no call")
     _require(all(type(key) is str for key in kwargs[1]), "names")
     return form
