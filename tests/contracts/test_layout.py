@@ -89,3 +89,10 @@ def test_tests_are_in_the_folders_that_are_meant_for_them() -> None:
     assert [path.as_posix() for path in tests if path.parts[0] not in rooms] == []
     folders = {path.parent for path in SOURCES}
     assert [shown(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+def test_the_readme_of_the_rewriting_names_all_its_modules() -> None:
+    folder = PACKAGES / "rewriting"
+    names = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    table = [line for line in (folder / "README.md").read_text().splitlines() if line[:1] == "|"]
+    assert names - set(re.findall(r"`([a-z_]+)`", "\n".join(table))) == set()

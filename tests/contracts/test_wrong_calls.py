@@ -555,7 +555,7 @@ FRESH |= {
 
 # load
 MISSING = "Give a file that polarprune.save wrote"
-ANOTHER = "load: .* is damaged, or of another model: .*give a fresh instance of the class"
+ANOTHER = "load: .* is damaged or belongs to another model: .*give a fresh instance of the class"
 FRESH |= {
     "load: no file": (
         lambda w: pp.load(w.folder / "none", model=w.net),
@@ -1054,11 +1054,14 @@ COMMANDS: list[tuple[str, str]] = [
     (f"bench {DIGITS} --shape 1,1,8,8 --threads -1", "--threads -1: give a number from 0 to"),
     (f"bench {DIGITS} --shape 1,1,8,8 --device gpu", "--device gpu: give cpu or cuda"),
     (f"bench {DIGITS} --shape 1,1,8,8 --small none", "load: there is no file none. Give a file"),
-    (f"bench {DIGITS} --shape 1,1,8,8 --small small.safetensors", "damaged, or of another model"),
+    (
+        f"bench {DIGITS} --shape 1,1,8,8 --small small.safetensors",
+        "damaged or belongs to another model",
+    ),
     ("export none --shape 1,3 --to x.pt2", "load: there is no file none. Give a file"),
     ("export text --shape 1,3 --to x.pt2", "load: text is not a safetensors file"),
     ("export small.safetensors --shape 1,3 --to x.pt2", "unknown network; pass --model"),
-    (f"export small.safetensors --shape 1,3 --to x.pt2 --model {DIGITS}", "of another model"),
+    (f"export small.safetensors --shape 1,3 --to x.pt2 --model {DIGITS}", "to another model"),
     ("eval none --data cifar10:x", "load: there is no file none. Give a file"),
     ("eval small.safetensors --data cifar10:x", "factory (its card names the network None"),
     ("report none", "none: not the report.json of a run"),

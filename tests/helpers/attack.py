@@ -39,6 +39,7 @@ from tests.helpers.forgeries import (
     hostile,
     mangled,
     of_version_1,
+    of_version_2,
     victim,
 )
 
@@ -130,7 +131,7 @@ def attack(count: int, seed: int, folder: Path) -> tuple[Counter[tuple[str, str]
     """Run this many attacks; return what came of them, and a line for each violation."""
     sys.addaudithook(_watch)
     victims = [victim(name, folder) for name in NETWORKS]
-    victims.append(of_version_1(victims[1]))
+    victims += [of_version_1(victims[1]), of_version_2(victims[0])]
     file = folder / "attack.safetensors"
     for one in victims:  # imports that wait for their first use
         for data in (
@@ -149,7 +150,7 @@ def attack(count: int, seed: int, folder: Path) -> tuple[Counter[tuple[str, str]
         one = dice.choice(victims)
         coded = bool(one.content["recipe"]["rewired"])
         ways = [
-            *(["damaged"] if one.content["version"] > 1 else []),
+            *(["damaged"] if "sha256" in one.content else []),
             "forged",
             *(["hostile", "hostile", "mangled"] if coded else []),
         ]

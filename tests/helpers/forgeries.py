@@ -147,6 +147,27 @@ def of_version_1(new: Victim) -> Victim:
     return replace(new, name="a file of version 1", content=content, data=data)
 
 
+LEAF = '{"type": null, "context": null, "children_spec": []}'
+ONE_ARGUMENT = (
+    '[1, {"type": "builtins.tuple", "context": "null", "children_spec": [{"type": '
+    f'"builtins.tuple", "context": "null", "children_spec": [{LEAF}]}}, {{"type": "builtins.dict", '
+    '"context": "[]", "children_spec": []}]}]'
+)  # the form of a call with one argument, as files of version 2 hold it
+
+
+def of_version_2(new: Victim) -> Victim:
+    """Return a file whose code takes one argument as a file of version 2, without source lines."""
+    content = copy.deepcopy(new.content)
+    content["version"] = 2
+    for code in content["recipe"]["rewired"].values():
+        assert code["form"] == ["tuple", [], [["tuple", [], ["*"]], ["dict", [], []]]]
+        code["form"] = ONE_ARGUMENT
+        for mode in ("train", "eval"):
+            code[mode] = [item[:5] for item in code[mode]]
+    data = new.signed(json.dumps(content))
+    return replace(new, name="a file of version 2", content=content, data=data)
+
+
 # --- damaged: bytes -------------------------------------------------------------------------------
 
 
@@ -243,7 +264,7 @@ def forged(content: dict[str, Any], dice: random.Random) -> str:
     text = json.dumps(content)
     way = dice.random()
     if way < 0.03:
-        return text.replace("{", '{"version": 2, ', 1)
+        return text.replace("{", '{"version": 3, ', 1)
     if way < 0.06:
         return text.replace(
             str(dice.choice("0123456789")), dice.choice(["NaN", "1e999", "Infinity"]), 1

@@ -80,13 +80,14 @@ def export(
     """Write a pruned model as ONNX or torch.export program, and compare it with the model."""
     try:
         small = _pruned(file, model)
-        difference, any_batch = deploy(small, inputs_from(shape), to)
+        made = deploy(small, inputs_from(shape), to)
     except PruneError as error:
         fail(error)
-    batch = "batches of any size" if any_batch else "batches of this size only"
+    fixed = f"batches of this size only ({made.fixed_batch})"
+    batch = fixed if made.fixed_batch else "batches of any size"
     say(
         f"{to}: {to.stat().st_size / 2**20:.1f} MiB, {batch}; outputs differ from the model's by "
-        f"{difference:.1e} of the largest value"
+        f"{made.difference:.1e} of the largest value"
     )
 
 

@@ -9,9 +9,11 @@ import io
 import logging
 import re
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,7 +30,22 @@ Inputs = tuple[Tensor, ...]
 Answer = Callable[[Inputs], list[Tensor]]
 
 
-def deploy(model: nn.Module, inputs: Inputs, file: Path) -> tuple[float, bool]:
+@dataclass(frozen=True)
+class Deployment:
+    """What is known about a file that was written.
+
+    Attributes:
+        difference: The largest difference of outputs from the model's, relative to the largest
+            value of each output.
+        fixed_batch: Why the file accepts only batches of the size that was given, in the words of
+            torch; None if it accepts batches of any size.
+    """
+
+    difference: float
+    fixed_batch: str | None
+
+
+def deploy(model: nn.Module, inputs: Inputs, file: Path) -> Deployment:
     """Write a model as ONNX (`.onnx`) or as a program of torch.export (`.pt2`).
 
     Args:
@@ -37,9 +54,8 @@ def deploy(model: nn.Module, inputs: Inputs, file: Path) -> tuple[float, bool]:
         file: The file to write. It is replaced only after the comparison.
 
     Returns:
-        The largest difference of outputs, relative to the largest value of each output, and
-        whether the file accepts batches of any size. Where the model's code fixes the size of the
-        batch, the file accepts only that of `inputs`.
+        How exact the file is, and whether it accepts batches of any size. Where the model's code
+        fixes the size of the batch, the file accepts only that of `inputs`.
 
     Raises:
         PruneError: If the file cannot be written, the model cannot be exported, or the outputs
@@ -50,11 +66,11 @@ def deploy(model: nn.Module, inputs: Inputs, file: Path) -> tuple[float, bool]:
     try:
         with tempfile.TemporaryDirectory(dir=file.parent) as folder, torch.no_grad(), _quiet():
             new = Path(folder) / file.name
-            difference, any_batch = _write_and_compare(model, inputs, new)
-            if not difference <= _TOLERANCE:
+            made = _write_and_compare(model, inputs, new)
+            if not made.difference <= _TOLERANCE:
                 raise PruneError(
-                    f"{file}: its outputs would differ from the model's by {difference:.1e} of "
-                    f"the largest value. No file was written; try the other format."
+                    f"{file}: its outputs would differ from the model's by {made.difference:.1e} "
+                    f"of the largest value. No file was written; try the other format."
                 )
             new.replace(file)
     except PruneError:
@@ -68,7 +84,7 @@ def deploy(model: nn.Module, inputs: Inputs, file: Path) -> tuple[float, bool]:
         raise PruneError(
             f"{file}: this model could not be exported: {_first_line(error)}"
         ) from error
-    return difference, any_batch
+    return made
 
 
 def _check_file(file: Path) -> None:
@@ -79,38 +95,58 @@ def _check_file(file: Path) -> None:
         raise PruneError(f"{file}: {what}; give another path.")
 
 
-def _write_and_compare(model: nn.Module, inputs: Inputs, file: Path) -> tuple[float, bool]:
-    program, any_batch = _exported(model, inputs)
-    answer = FORMATS[file.suffix](program, inputs, any_batch, file)
-    factors = _BATCH_FACTORS if any_batch else (1,)
-    return max(_difference(model, answer, _repeated(inputs, n)) for n in factors), any_batch
+def _write_and_compare(model: nn.Module, inputs: Inputs, file: Path) -> Deployment:
+    """Write the file, and compare its outputs with the model's for several sizes of the batch."""
+    program, fixed_batch = _exported(model, inputs)
+    answer = FORMATS[file.suffix](program, inputs, fixed_batch is None, file)
+    factors = (1,) if fixed_batch else _BATCH_FACTORS
+    differences = [_difference(model, answer, _repeated(inputs, n)) for n in factors]
+    return Deployment(max(differences), fixed_batch)
 
 
 def _repeated(inputs: Inputs, count: int) -> Inputs:
     return tuple(torch.cat([x] * count) for x in inputs)
 
 
-def _exported(model: nn.Module, inputs: Inputs) -> tuple[ExportedProgram, bool]:
-    """Export for batches of any size, or for one size if the model's code fixes it."""
+def _exported(model: nn.Module, inputs: Inputs) -> tuple[ExportedProgram, str | None]:
+    """Export for batches of any size, or for one size and with the reason why it is fixed."""
     sizes = tuple({0: torch.export.Dim("batch")} for _ in inputs)
     double = _repeated(inputs, 2)  # torch would treat a size of 1 as a constant
     try:
-        return torch.export.export(model, double, dynamic_shapes=sizes), True
-    except Exception:
-        return torch.export.export(model, inputs), False
+        return torch.export.export(model, double, dynamic_shapes=sizes), None
+    except Exception as error:  # that torch, or the model on the double batch, may raise
+        return torch.export.export(model, inputs), _first_line(error)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress what torch logs about failed attempts, and warnings about its own code."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
+    """Suppress what torch logs in this thread, and its warnings about its own code.
+
+    Warnings of other modules are shown. Other threads log as before.
+    """
+    mine, handlers = threading.get_ident(), _log_handlers()
+
+    def is_of_another_thread(record: logging.LogRecord) -> bool:
+        return record.thread != mine
+
+    for handler in handlers:
+        handler.addFilter(is_of_another_thread)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            warnings.filterwarnings("ignore", module=r"torch\b|onnx")
+            warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # torch, through copyreg
             yield
     finally:
-        logging.disable(before)
+        for handler in handlers:
+            handler.removeFilter(is_of_another_thread)
+
+
+def _log_handlers() -> list[logging.Handler]:
+    """Return all handlers: torch gives one to each of its loggers."""
+    known = logging.root.manager.loggerDict.values()
+    loggers = [logging.root, *(one for one in known if isinstance(one, logging.Logger))]
+    handlers = [handler for logger in loggers for handler in logger.handlers]
+    return [*handlers, *([logging.lastResort] if logging.lastResort else [])]
 
 
 def _first_line(error: BaseException) -> str:

@@ -24,7 +24,7 @@ from ..torch_internals.markers import attached_recipe, uncompiled
 from ..tracing.copying import copy_model
 from ..tracing.model_state import named_tensors
 from ..validation.arguments import check_path
-from .old_versions import upgrade_version_1
+from .old_versions import upgraded
 from .untrusted.checksum import BLANK, is_intact, signed
 from .untrusted.json_text import parse_json, printable
 from .untrusted.metadata import (
@@ -188,7 +188,9 @@ def load(path: str | Path, *, model: nn.Module) -> nn.Module:
         small = _build(content, model)
     except PruneError as error:
         reason = printable(str(error))
-        raise PruneError(f"load: {path} is damaged, or of another model: {reason}") from error
+        raise PruneError(
+            f"load: {path} is damaged or belongs to another model: {reason}"
+        ) from error
     except Exception as error:  # a file may lead to any exception
         raise _damaged(path, error) from error
     check_fit(tensors, small.state_dict(), path)
@@ -211,7 +213,7 @@ def _build(content: JsonObject, model: nn.Module) -> nn.Module:
     """Return the small model with the weights of the model that was passed."""
     data = content["recipe"]
     check_code_amount(data)
-    recipe = typed_recipe(upgrade_version_1(data, model) if content["version"] == 1 else data)
+    recipe = typed_recipe(upgraded(data, content["version"], model))
     check_computed(recipe, model)
     base = make_plain(copy_model(model), recipe.computed) if recipe.computed else model
     check_shapes(base, recipe.shapes, OTHER_MODEL)
@@ -281,4 +283,6 @@ def _read_tensors(path: str | Path, model: nn.Module) -> dict[str, Tensor]:
 
 
 def _damaged(path: str | Path, error: Exception) -> PruneError:
-    return PruneError(f"load: the recipe in {path} is damaged, or of another model: {error!r}.")
+    return PruneError(
+        f"load: the recipe in {path} is damaged or belongs to another model: {error!r}."
+    )

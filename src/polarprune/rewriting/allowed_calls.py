@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import PruneError
-from . import interpreter
-from .interpreter import Function
+from . import node_functions
+from .node_functions import Function
 
 # Element-wise operations. Each of these also exists as a method and in place (`relu_`).
 _POINTWISE = """
@@ -109,9 +109,9 @@ rms_norm rrelu scaled_dot_product_attention selu sigmoid silu smooth_l1_loss sof
 softmax softmin softplus softshrink softsign tanh tanhshrink threshold triplet_margin_loss
 unfold
 """
-_NN = """
-avg_pool2d avg_pool3d gelu linear log_sigmoid one_hot pad scaled_dot_product_attention softplus
-softshrink
+# Files of versions 1 and 2 store these functions as "nn.gelu", after a private module of torch.
+_F_IN_OLD_FILES = """
+avg_pool2d avg_pool3d gelu linear one_hot pad scaled_dot_product_attention softplus softshrink
 """
 _LINALG = """
 cholesky cross det diagonal eigh eigvalsh inv lu_factor lu_solve matmul matrix_exp matrix_norm
@@ -152,15 +152,15 @@ ATTRIBUTES = frozenset(_ATTRIBUTES.split())
 METHODS = frozenset(_METHODS.split())
 
 _NAMESPACES: dict[str, tuple[object, str]] = {
+    "nn": (F, _F_IN_OLD_FILES),
     "torch": (torch, _TORCH),
     "F": (F, _F),
-    "nn": (torch._C._nn, _NN),
     "linalg": (torch.linalg, _LINALG),
     "fft": (torch.fft, _FFT),
     "special": (torch.special, _SPECIAL),
     "operator": (operator, _OPERATORS),
     "builtins": (builtins, "getattr"),
-    "polarprune": (interpreter, "expect expect_pieces no_channel one_channel one_point"),
+    "polarprune": (node_functions, "expect expect_pieces no_channel one_channel one_point"),
 }
 FUNCTIONS: dict[str, Function] = {
     f"{prefix}.{name}": getattr(namespace, name)
@@ -168,8 +168,10 @@ FUNCTIONS: dict[str, Function] = {
     for name in names.split()
     if hasattr(namespace, name)  # older versions of torch lack some of these functions
 }
+FUNCTIONS["nn.log_sigmoid"] = F.logsigmoid
 # Where one function has several names, the last one is stored.
-_NAMES = {id(function): name for name, function in FUNCTIONS.items()}
+_NAMES = {id(f): name for name, f in FUNCTIONS.items() if not name.startswith("nn.")}
+_NAMES[id(torch._C._nn.pad)] = "F.pad"  # which takes the same arguments
 _FACTORY_NAMES = """
 arange empty eye full linspace ones rand randint randn randperm scalar_tensor tensor tril_indices
 triu_indices zeros

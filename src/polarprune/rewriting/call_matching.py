@@ -10,33 +10,40 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ..errors import PruneError
 from ..tracing.model_state import Args, Kwargs
+from .call_form import flatten
 from .captured_forward import PLAIN_TYPES, CapturedForward
 
 
 def form_of(args: Args, kwargs: Kwargs) -> str:
-    """Return a text that is equal for two calls if one graph can serve both."""
-    leaves, form = pytree.tree_flatten((args, kwargs))
+    """Return a string that is equal for two calls if one graph can run both."""
+    leaves, form = flatten((args, kwargs))
     return f"{form} {[leaf if isinstance(leaf, PLAIN_TYPES) else type(leaf) for leaf in leaves]}"
 
 
 def graph_arguments(
-    captured: CapturedForward, module: nn.Module, args: Args, kwargs: Kwargs
+    captured: CapturedForward, module: nn.Module, args: Args, kwargs: Kwargs, owner: str
 ) -> list[object]:
     """Return the inputs of the graph for a call of the module.
+
+    Args:
+        captured: The graph.
+        module: The module.
+        args: The positional arguments of the call.
+        kwargs: The keyword arguments of the call.
+        owner: The name of the module in messages.
 
     Raises:
         PruneError: The call has another structure than the one that was captured.
     """
     for call in spellings(type(module).forward, args, kwargs):
-        leaves, form = pytree.tree_flatten(call)
-        if pytree.treespec_dumps(form) == captured.form and _has_values(leaves, captured.fixed):
+        leaves, form = flatten(call)
+        if form == captured.form and _has_values(leaves, captured.fixed):
             return [leaf for i, leaf in enumerate(leaves) if str(i) not in captured.fixed]
     raise PruneError(
-        f"{type(module).__name__}: called with different arguments than the example, for which its "
+        f"{owner}: called with different arguments than the example, for which its "
         f"forward was rewritten. Trace with an example that calls it as you do."
     )
 

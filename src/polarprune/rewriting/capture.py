@@ -13,13 +13,15 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
+from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import PruneError
 from ..torch_internals.class_swaps import derive_class
 from ..torch_internals.patches import factories_replaced, fx_wrap_ignored
 from ..tracing.model_state import Args, Example, Kwargs, as_call, restored, without_fused_paths
 from .allowed_calls import FACTORIES
+from .call_form import encode_form, flatten, rebuild
 from .call_matching import form_of
 from .captured_forward import PLAIN_TYPES, CapturedForward, Refused
 from .side_effects import side_effects_refused
@@ -69,10 +71,8 @@ def capture_all(model: nn.Module, example: Example, paths: Iterable[str]) -> Cap
     calls, forms = _observed_calls(model, example, paths)
     uncalled = [path for path in paths if path not in calls]
     found = Captures(refused=dict.fromkeys(uncalled, Refused("the example does not call it")))
-    with (
-        restored(model, False),
-        without_fused_paths(model),
-    ):  # as if the first run had not taken place
+    # Each module is captured in the state that it had before that run.
+    with restored(model, False), without_fused_paths(model):
         for path, call in calls.items():
             one = (
                 Refused("the example calls it several times, with different kinds of arguments")
@@ -96,16 +96,16 @@ def _observed_calls(
     def hook(path: str) -> Callable[[nn.Module, Args, Kwargs], None]:
         def remember(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
             forms.setdefault(path, set()).add(form_of(args, kwargs))
-            calls.setdefault(path, pytree.tree_map_only(Tensor, Tensor.clone, (args, kwargs)))
+            calls.setdefault(path, tree_map_only(Tensor, Tensor.clone, (args, kwargs)))
 
         return remember
 
-    handles = [
-        model.get_submodule(path).register_forward_pre_hook(hook(path), with_kwargs=True)
-        for path in paths
-    ]
     args, kwargs = as_call(example)
+    handles: list[RemovableHandle] = []
     try:
+        for path in paths:
+            module = model.get_submodule(path)
+            handles.append(module.register_forward_pre_hook(hook(path), with_kwargs=True))
         with restored(model, False), without_fused_paths(model):
             model(*args, **kwargs)
     finally:
@@ -123,19 +123,19 @@ def capture(module: nn.Module, args: Args, kwargs: Kwargs) -> CapturedForward | 
     chosen = vars(module).get("forward")
     if chosen is not None and getattr(chosen, "__self__", None) is not module:
         return Refused("its forward was replaced by a function that is not a method of it")
-    leaves, form = pytree.tree_flatten((args, kwargs))
+    leaves, form = flatten((args, kwargs))
     fixed: Kwargs = {str(i): leaf for i, leaf in enumerate(leaves) if isinstance(leaf, PLAIN_TYPES)}
     graphs = {}
     try:
-        written = pytree.treespec_dumps(form)
+        encode_form(form)  # raises if the form cannot be stored in a file
         for mode in ("train", "eval"):
             double = copy.copy(module)  # attributes that forward sets stay off the original
             double.training = mode == "train"
-            graphs[mode] = _trace(double, leaves, form)
+            graphs[mode] = _trace(double, (args, kwargs), leaves)
             encode_graph(graphs[mode])  # raises if the graph cannot be stored in a file
     except Exception as error:  # the user's code may raise anything on a proxy
         return Refused(reason_of(error))
-    return CapturedForward(written, fixed, graphs)
+    return CapturedForward(form, fixed, graphs)
 
 
 def reason_of(error: Exception) -> str:
@@ -146,7 +146,7 @@ def reason_of(error: Exception) -> str:
     return f"its code fails while it is captured ({type(error).__name__}: {line})"
 
 
-def _trace(module: nn.Module, leaves: Sequence[object], form: pytree.TreeSpec) -> fx.Graph:
+def _trace(module: nn.Module, call: tuple[Args, Kwargs], leaves: Sequence[object]) -> fx.Graph:
     """Return the graph of one mode. The module is a copy whose class may be changed."""
     names = [f"x{i}" for i, leaf in enumerate(leaves) if not isinstance(leaf, PLAIN_TYPES)]
     inputs = {
@@ -159,7 +159,7 @@ def _trace(module: nn.Module, leaves: Sequence[object], form: pytree.TreeSpec) -
     def forward(self: nn.Module, *given: object) -> object:
         proxies = dict(zip(names, given, strict=True))
         mine = [proxies.get(f"x{i}", leaf) for i, leaf in enumerate(leaves)]
-        args, kwargs = pytree.tree_unflatten(mine, form)
+        args, kwargs = rebuild(call, mine)
         with factories_replaced(FACTORIES, tracer.factory), ProxiesInArguments(tracer):
             return body(self, *args, **kwargs)
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
+
+from .call_form import Form, positional
 
 # Arguments of these types become part of the graph; the graph is valid for these values only.
 PLAIN_TYPES = (bool, str, float, torch.dtype, torch.device, type(None))
@@ -48,14 +49,14 @@ class CapturedForward:
     """A module's forward as two graphs, for calls with one structure of arguments.
 
     Attributes:
-        form: The structure of `(args, kwargs)`, as `pytree.treespec_dumps` writes it. None if the
-            graph takes its arguments by the names of its placeholders.
+        form: The structure of `(args, kwargs)`, see `call_form`. None if the graph takes its
+            arguments by the names of its placeholders.
         fixed: The arguments that are not tensors: index of the leaf -> value. A call with other
             values needs another graph.
         graphs: The operations in `"train"` and in `"eval"` mode.
     """
 
-    form: str | None
+    form: Form | None
     fixed: dict[str, object]
     graphs: dict[str, fx.Graph]
 
@@ -68,8 +69,7 @@ class CapturedForward:
     def positional_count(self) -> int | None:
         """The number of arguments if all are tensors passed by position, else None."""
         count = sum(node.op == "placeholder" for node in self.graphs["train"].nodes)
-        _, form = pytree.tree_flatten(((0,) * count, {}))
-        fits = self.form is None or pytree.treespec_dumps(form) == self.form
+        fits = self.form is None or self.form == positional(count)
         return count if not self.fixed and fits else None
 
     @property

@@ -34,15 +34,15 @@ class ParametrizedWeight(ComputedWeight):
     def __init__(self, layer: nn.Module, how: ForwardWeight) -> None:
         super().__init__()
         vars(self)["layer"] = layer  # the layer holds this module, so it must not be a child
-        self.leaf, self.names, self.function = how.leaf, how.names, runner(how.graph)
-        self.unread = how.unread
+        self.leaf, self.names, self.unread = how.leaf, how.names, how.unread
+        self.function = runner(how.graph, owner=type(layer).__name__)
 
     def _held(self, name: str) -> Tensor:
         tensor: Tensor = getattr(vars(self)["layer"], name)
         return tensor
 
     def forward(self, weight: Tensor) -> Tensor:
-        """Compute the weight from the parameter in its place and the layer's other tensors."""
+        """Compute the weight from the parameter that it replaces and the layer's other tensors."""
         given = [weight if name == self.leaf else self._held(name) for name in self.names]
         found: Tensor = self.function(None, *given)
         return found
@@ -125,7 +125,7 @@ def expose(model: nn.Module, found: dict[str, ForwardWeight]) -> nn.Module:
     for path, one in found.items():
         layer = model.get_submodule(path)
         if not is_weight_exposed(layer):
-            with_forward(layer, one.captured, integers_free=True)
+            with_forward(layer, one.captured, path=path, integers_free=True)
             mark_weight_exposed(layer)
             part = ParametrizedWeight(layer, one)
             parametrize.register_parametrization(layer, one.leaf, part, unsafe=True)

@@ -40,6 +40,7 @@ class ForwardClass:
         captured: The graphs to run.
         from_file: The graphs come from a file: run them with limits on memory (see `runner`).
         integers_free: Allow other integers, such as widths, as attributes of the module.
+        path: The name of the module, for messages.
     """
 
     def __init__(
@@ -48,16 +49,18 @@ class ForwardClass:
         captured: CapturedForward,
         from_file: bool,
         integers_free: bool,
+        path: str = "",
     ) -> None:
-        self.base, self.captured = base, captured
+        self.base, self.captured, self.path = base, captured, path
         self.from_file, self.integers_free = from_file, integers_free
         family: type[nn.Module] = base.made if isinstance(base, ForwardClass) else base
-        forward = forward_of(captured, from_file=from_file)
+        owner = f"{path} ({family.__name__})" if path else family.__name__
+        forward = _forward_of(captured, owner, from_file)
         with suppress(TypeError, ValueError):  # torch.export reads the signature
             forward.__signature__ = inspect.signature(family.forward)  # type: ignore[attr-defined]
         members: dict[str, object] = {
             "forward": forward,
-            "__setattr__": _setter(family, integers_free),
+            "__setattr__": _setter(family, integers_free, path),
             "__reduce_ex__": lambda module, protocol: self._reduced(module, protocol),
         }
         self.made: type[nn.Module] = subclass(family, members)
@@ -74,14 +77,19 @@ class ForwardClass:
         return self  # copied modules share their class
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _from_data, (self.base, encode(self.captured), self.from_file, self.integers_free)
+        flags = self.from_file, self.integers_free, self.path
+        return _from_data, (self.base, encode(self.captured), *flags)
 
 
 def _from_data(
-    base: type[nn.Module] | ForwardClass, data: object, from_file: bool, integers_free: bool
+    base: type[nn.Module] | ForwardClass,
+    data: object,
+    from_file: bool,
+    integers_free: bool,
+    path: str = "",
 ) -> ForwardClass:
     """Return the class whose pickle holds these data, which are checked first."""
-    return ForwardClass(base, decode(data), from_file, integers_free)
+    return ForwardClass(base, decode(data), from_file, integers_free, path)
 
 
 def _new_module(family: ForwardClass) -> nn.Module:
@@ -93,6 +101,7 @@ def with_forward(
     module: nn.Module,
     captured: CapturedForward,
     *,
+    path: str = "",
     from_file: bool = False,
     integers_free: bool = False,
 ) -> nn.Module:
@@ -104,26 +113,30 @@ def with_forward(
     Args:
         module: The module, or one of the same class with other widths.
         captured: The graphs to run.
+        path: The name of the module, for messages.
         from_file: The graphs come from a file: run them with limits on memory (see `runner`).
         integers_free: Allow other integers, such as widths, as attributes.
     """
     origin = class_origin(type(module))
     base = origin if isinstance(origin, ForwardClass) else type(module)
-    made = ForwardClass(base, captured, from_file, integers_free).made
+    made = ForwardClass(base, captured, from_file, integers_free, path).made
     set_class(module, made)
     vars(module).pop("forward", None)  # an instance attribute would hide the method of the class
     return module
 
 
-def forward_of(captured: CapturedForward, *, from_file: bool = False) -> Forward:
+def _forward_of(captured: CapturedForward, owner: str, from_file: bool) -> Forward:
     """Return a `forward(self, *args, **kwargs)` that runs the captured graphs."""
-    functions = {mode: runner(g, from_file=from_file) for mode, g in captured.graphs.items()}
-    count = captured.positional_count
-    inputs_of = _inputs_by_name(captured) if captured.form is None else _inputs_by_form(captured)
+    functions = {
+        mode: runner(graph, owner=owner, from_file=from_file)
+        for mode, graph in captured.graphs.items()
+    }
+    count, by_name = captured.positional_count, captured.form is None
+    inputs_of = _inputs_by_name(captured) if by_name else _inputs_by_form(captured, owner)
 
     def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
         function = functions["train" if self.training else "eval"]
-        if len(args) == count and not kwargs:  # the short way, which torch.compile can follow
+        if len(args) == count and not kwargs:  # a fast path, which torch.compile can follow
             return function(self, *args)
         return function(self, *inputs_of(self, args, kwargs))
 
@@ -132,9 +145,11 @@ def forward_of(captured: CapturedForward, *, from_file: bool = False) -> Forward
     return forward
 
 
-def _inputs_by_form(captured: CapturedForward) -> Callable[[nn.Module, Args, Kwargs], list[object]]:
+def _inputs_by_form(
+    captured: CapturedForward, owner: str
+) -> Callable[[nn.Module, Args, Kwargs], list[object]]:
     """Return a function that finds the inputs of the graph by the structure of a call."""
-    return lambda module, args, kwargs: graph_arguments(captured, module, args, kwargs)
+    return lambda module, args, kwargs: graph_arguments(captured, module, args, kwargs, owner)
 
 
 def _inputs_by_name(captured: CapturedForward) -> Callable[[nn.Module, Args, Kwargs], list[object]]:
@@ -153,15 +168,18 @@ def _inputs_by_name(captured: CapturedForward) -> Callable[[nn.Module, Args, Kwa
     return arguments
 
 
-def _setter(family: type[nn.Module], integers_free: bool) -> Callable[[nn.Module, str, Any], None]:
+def _setter(
+    family: type[nn.Module], integers_free: bool, path: str
+) -> Callable[[nn.Module, str, Any], None]:
     """Return a `__setattr__` that refuses changes which a rewritten forward would ignore."""
+    named = f"this module ({path})" if path else "this module"
 
     def set_unless_fixed(self: nn.Module, name: str, value: Any) -> None:
         known = plain_attributes(self)
         free = integers_free and type(value) is int
         if name in known and value != known[name] and not free:
             raise PruneError(
-                f"{family.__name__}.{name} = {value!r}: the forward of this module was rewritten "
+                f"{family.__name__}.{name} = {value!r}: the forward of {named} was rewritten "
                 f"with {known[name]!r} and does not read the attribute any more. Set it before "
                 f"pruning."
             )
@@ -185,6 +203,6 @@ def is_index_vector(value: object) -> bool:
 
 
 def plain_attributes(module: nn.Module) -> dict[str, object]:
-    """Return the numbers, truth values and texts that a module holds."""
+    """Return the attributes of a module that are numbers, booleans or strings."""
     kinds = (bool, int, float, str)
     return {k: v for k, v in vars(module).items() if isinstance(v, kinds) and k != "training"}

@@ -11,44 +11,49 @@ A slot is cleared after its last use, so memory is freed as early as in ordinary
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Hashable, Sequence, Sized
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from ..errors import PruneError
-from .size_limits import TooMuch, Watch, can_be_watched, signature
+from .node_functions import CallError, Function, function_of
+from .node_names import describe
+from .size_limits import Watch, can_be_watched, signature
 
 Slots: TypeAlias = list[object]
-Function: TypeAlias = Callable[..., object]
 Step: TypeAlias = Callable[[Slots], None]
 _MODULE_SLOT, _FIRST_INPUT_SLOT = 0, 1
 
 
-def runner(graph: fx.Graph, *, from_file: bool = False) -> Callable[..., Any]:
+def runner(
+    graph: fx.Graph, *, owner: str = "computed weight", from_file: bool = False
+) -> Callable[..., Any]:
     """Return a function of a module and its inputs that runs a graph.
+
+    A PruneError that a call raises names the owner, the user's source line and the operation.
 
     Args:
         graph: The graph to run.
+        owner: The name in messages of what runs the graph.
         from_file: The graph comes from a file that may be forged. Uninitialized memory is then
             zeroed, calls that would create tensors out of proportion to the inputs are refused,
-            and a call that fails raises a PruneError that names the node.
+            and other errors of a call become a PruneError, too.
     """
     program = _Program(from_file)
     for node in sorted(graph.nodes, key=lambda node: node.op != "placeholder"):
         program.add(node)
     initial_slots, result = program.slots, program.result
     steps = program.steps()
-    guard = _Guard(program.calls, steps) if from_file else None
+    guard = (_FileGuard if from_file else _Guard)(owner, program.calls, steps)
 
     def run(module: nn.Module | None, *inputs: object) -> object:
         slots = initial_slots.copy()
         slots[_MODULE_SLOT] = module
         slots[_FIRST_INPUT_SLOT : _FIRST_INPUT_SLOT + len(inputs)] = inputs
-        if guard is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             for step in steps:
                 step(slots)
         else:
@@ -95,21 +100,9 @@ class _Program:
             first = [_MODULE_SLOT] if node.op in ("call_module", "get_attr") else []
             arguments = first + [self._slot_of(item) for item in node.args]
             arguments += [self._slot_of(item) for item in node.kwargs.values()]
-            function, keywords = self._function(node), tuple(node.kwargs)
+            function = function_of(node, from_file=self.from_file)
+            keywords = tuple(node.kwargs)
             self.slot_of_node[node] = self._add_call(function, arguments, keywords, node)
-
-    def _function(self, node: fx.Node) -> Function:
-        """Return the function that runs a node."""
-        target = node.target
-        if node.op == "call_module":
-            return _child_caller(str(target))
-        if node.op == "get_attr":
-            return _attribute_reader(str(target))
-        if self.from_file:
-            target = _ZEROED.get(target, target)
-        if isinstance(target, str):
-            return _method_caller(target)
-        return _CHECKED.get(target, target)
 
     def steps(self) -> list[Step]:
         """Return the calls as closures that clear each slot after its last use."""
@@ -170,7 +163,7 @@ def _sequence_maker(value: Sequence[object]) -> Function:
 
 
 def _step(call: _Call) -> Step:
-    """Return a call as a closure; the most frequent forms get one that builds no lists."""
+    """Return a call as a closure, which builds no lists for the most frequent kinds of calls."""
     if not call.keywords and len(call.arguments) == 1:
         return _step_with_one_argument(call)
     if not call.keywords and len(call.arguments) == 2:
@@ -219,15 +212,37 @@ def _step_with_two_arguments(call: _Call) -> Step:
     return step
 
 
-# --- graphs from a file ---------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 @dataclass
 class _Guard:
-    """Runs a graph that came from a file, and watches its memory when the inputs have new sizes."""
+    """Runs the steps of a graph, and says in errors where they come from."""
 
+    owner: str
     calls: list[_Call]
     steps: list[Step]
+
+    def run(self, module: nn.Module | None, inputs: Sequence[object], slots: Slots) -> None:
+        """Run all steps on the slots."""
+        number = 0
+        try:
+            for number in range(len(self.steps)):
+                self.steps[number](slots)
+        except CallError as error:
+            raise PruneError(f"{self._where(number)}: {error}") from error
+
+    def _where(self, number: int) -> str:
+        """Return the owner, the source line and the operation of a call."""
+        # A call that builds a container has no node. The next call with a node uses the container.
+        node = next((call.node for call in self.calls[number:] if call.node), None)
+        return f"{self.owner}, {describe(node) if node else 'return value'}"
+
+
+@dataclass
+class _FileGuard(_Guard):
+    """Runs a graph that came from a file, and watches its memory when the inputs have new sizes."""
+
     seen: set[Hashable] = field(default_factory=set)  # signatures of inputs
 
     def run(self, module: nn.Module | None, inputs: Sequence[object], slots: Slots) -> None:
@@ -243,7 +258,7 @@ class _Guard:
                 else:
                     self._run_watched(watch, self.calls[number], step, slots)
         except Exception as error:
-            self._report(self.calls[number:], module, error)
+            self._report(number, error)
             raise
         if watch is not None and not watch.by_data and sizes is not None:
             self.seen = {*self.seen, sizes} if len(self.seen) < _MAX_SEEN else {sizes}
@@ -258,24 +273,21 @@ class _Guard:
                 step(slots)
         watch.after(call.result, slots[call.result], call.released, call.child)
 
-    def _report(self, calls: list[_Call], module: nn.Module | None, error: Exception) -> None:
+    def _report(self, number: int, error: Exception) -> None:
         """Raise a PruneError for an error that Python and torch raise for unsuitable arguments.
 
         Other errors pass unchanged: those that the code of a child raises on purpose, and those
         with a class of their own, such as `torch.OutOfMemoryError`.
         """
-        # A call that builds a container has no node. The next call with a node uses the container.
-        node = next((call.node for call in calls if call.node), None)
-        name = f"node {node.name} ({_target_name(node.target)})" if node else "output"
-        where = f"{type(module).__name__}, {name}"
-        if type(error) is TooMuch:
+        where = self._where(number)
+        if type(error) is CallError:
             raise PruneError(f"{where}: {error}") from error
-        if type(error) in (_CHILD_ERRORS if calls[0].child else _CALL_ERRORS):
+        if type(error) in (_CHILD_ERRORS if self.calls[number].child else _CALL_ERRORS):
             first_line = (str(error).strip().splitlines() or [""])[0][:300]
             raise PruneError(
                 f"{where}: the stored code of this module failed: {type(error).__name__}: "
-                f"{first_line} (Check that the input has the same form as the example. If it has, "
-                f"the file may be forged.)"
+                f"{first_line} (Check that the inputs have the types and shapes of the example. If "
+                f"they do, the file may be forged.)"
             ) from error
 
 
@@ -284,114 +296,3 @@ _CHILD_ERRORS = (RuntimeError, TypeError, IndexError)
 _ARGUMENT_ERRORS = (ValueError, KeyError, AttributeError, AssertionError, NotImplementedError)
 _LIMIT_ERRORS = (ZeroDivisionError, OverflowError, RecursionError, MemoryError)
 _CALL_ERRORS = (*_CHILD_ERRORS, *_ARGUMENT_ERRORS, *_LIMIT_ERRORS)
-
-
-def _target_name(target: object) -> str:
-    """Return the name of a node's target, for messages."""
-    return target if isinstance(target, str) else str(getattr(target, "__name__", target))
-
-
-# --- what a node calls ----------------------------------------------------------------------------
-
-
-def _method_caller(name: str) -> Function:
-    """Return a function that calls this method of its first argument."""
-
-    def call(owner: object, *args: object, **kwargs: object) -> object:
-        if not isinstance(owner, _ALLOWED_OWNERS):
-            raise PruneError(f"{name}: called on {type(owner).__name__}, which is not a tensor.")
-        return getattr(owner, name)(*args, **kwargs)
-
-    return call
-
-
-def _child_caller(path: str) -> Function:
-    """Return a function that calls the child at this path of its first argument."""
-    *parents, leaf = path.split(".")
-
-    def call(module: Any, *args: object, **kwargs: object) -> object:
-        for name in parents:
-            module = module._modules[name]
-        return module._modules[leaf](*args, **kwargs)
-
-    return call
-
-
-def _attribute_reader(path: str) -> Function:
-    """Return a function that reads the parameter or buffer at this path of a module."""
-    *parents, leaf = path.split(".")
-
-    def read(module: Any) -> object:
-        for name in parents:
-            module = module._modules[name]
-        return getattr(module, leaf)
-
-    return read
-
-
-def read_attribute(owner: object, name: str) -> object:
-    """Return an attribute of a tensor, such as `shape`.
-
-    Raises:
-        PruneError: The owner is neither a tensor nor one of the other types that stored code may
-            use, or the attribute is a method.
-    """
-    if not isinstance(owner, _ALLOWED_OWNERS):
-        raise PruneError(f"{name}: read from {type(owner).__name__}, which is not a tensor.")
-    found: object = getattr(owner, name)
-    if callable(found):
-        raise PruneError(f"{name}: this is a method of {type(owner).__name__}, not a value.")
-    return found
-
-
-def write_item(owner: object, index: Any, item: Any) -> None:
-    """Run `owner[index] = item`, or raise a PruneError if the owner is not a tensor."""
-    if not isinstance(owner, Tensor):
-        raise PruneError(f"an item is written into {type(owner).__name__}, which is not a tensor.")
-    owner[index] = item
-
-
-_ALLOWED_OWNERS = (Tensor, tuple, list, dict, torch.dtype, torch.device, int, float, torch.SymInt)
-_CHECKED: dict[Function, Function] = {getattr: read_attribute, operator.setitem: write_item}
-_ZEROED: dict[Function | str, Function | str] = {
-    torch.empty: torch.zeros,
-    torch.empty_like: torch.zeros_like,
-    "new_empty": "new_zeros",
-}
-
-
-# --- our own functions that graphs may call -------------------------------------------------------
-# Files store their names, and may pass their arguments by keyword: do not rename either.
-
-
-def expect_pieces(found: Sized, example: int) -> None:
-    """Check that a sequence still has the length that it had for the example."""
-    expect(len(found), example)
-
-
-def expect(found: object, example: object) -> None:
-    """Check that a value is still the one of the example.
-
-    The traced code branched on this value or used it as a constant, so the graph is valid for this
-    value only.
-    """
-    if found != example:
-        raise PruneError(
-            f"the forward of this module was rewritten for the sizes of the example: it expects "
-            f"{example} but got {str(found)[:200]}. Trace with an example of the size in use."
-        )
-
-
-def one_channel(x: Tensor) -> Tensor:
-    """Return zeros with the shape of `x`, but one channel; many kernels refuse zero channels."""
-    return x.new_zeros(x.shape[0], 1, *x.shape[2:])
-
-
-def no_channel(x: Tensor) -> Tensor:
-    """Return `x` without any of its channels."""
-    return x[:, :0]
-
-
-def one_point(x: Tensor) -> Tensor:
-    """Return the first item of `x` along its first axis, and keep the axis."""
-    return x[:1]

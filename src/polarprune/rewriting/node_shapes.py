@@ -16,12 +16,12 @@ class NodeShapes:
     Args:
         graph: What `trace` found.
         path: The name of the module.
-        alive: One truth value for each unit: False if the plan removes it.
+        kept_units: One truth value for each unit: False if the plan removes it.
         tape: A recorded run in the mode of the graph.
     """
 
-    def __init__(self, graph: Graph, path: str, alive: Tensor, tape: Tape) -> None:
-        self.graph, self.path, self.alive, self.tape = graph, path, alive, tape
+    def __init__(self, graph: Graph, path: str, kept_units: Tensor, tape: Tape) -> None:
+        self.graph, self.path, self.kept_units, self.tape = graph, path, kept_units, tape
         self.width_nodes: set[fx.Node] = set()  # numbers computed from widths that change
 
     def values(self, node: Any) -> list[Value]:
@@ -38,7 +38,7 @@ class NodeShapes:
 
     def kept(self, value: Value, axis: int) -> Tensor | None:
         """Return which indices along an axis are kept, or None if it has no channels."""
-        return self.graph.kept(value, axis, self.alive)
+        return self.graph.kept(value, axis, self.kept_units)
 
     def kept_if_cut(self, value: Value, axis: int) -> Tensor | None:
         """Return which indices along an axis are kept, or None if all are."""

@@ -48,7 +48,7 @@ def parametrized(
 ) -> Iterator[tuple[str, nn.Module, str, ParametrizationList]]:
     """Yield every parametrized tensor: name, module, attribute, and its parametrizations."""
     for path, module in list(model.named_modules()):
-        if "parametrizations" not in module._modules:  # faster than torch's test
+        if "parametrizations" not in module._modules:  # faster than torch's check
             continue
         if parametrize.is_parametrized(module) and "parametrizations" not in path.split("."):
             for leaf, parts in list(_lists(module).items()):
@@ -128,7 +128,7 @@ def _replace_by_value(
 
 
 def _plain_tensor(parts: ParametrizationList, value: Tensor) -> Tensor:
-    """Return the tensor that takes the place of a computed one."""
+    """Return the tensor that replaces a computed one."""
     if _only_gates(parts):  # keep the object: other modules may share it
         original = parts.original
         original.data = value

@@ -22,7 +22,8 @@ from ..channels.graph import Graph, module_of
 from ..errors import PruneError
 from ..tracing.model_state import named_tensors
 from .captured_forward import CapturedForward, Refused, notes_of
-from .interpreter import one_point
+from .node_functions import one_point
+from .node_names import describe
 from .stored_graphs import encode_graph
 from .symbolic_graphs import editable_graph, readable_graph
 
@@ -76,7 +77,7 @@ def owner_of(path: str, modules: Mapping[str, nn.Module]) -> str:
 
 
 def removable_branches(
-    path: str, module: nn.Module, graph: Graph, silent: set[str]
+    path: str, module: nn.Module, graph: Graph, constant_layers: set[str]
 ) -> list[Edit] | Refused:
     """Find the branches of a module that can be removed.
 
@@ -84,7 +85,7 @@ def removable_branches(
         path: The name of the module.
         module: The module.
         graph: What `trace` found.
-        silent: Names of layers that read no channel any more.
+        constant_layers: Names of layers that read no channel any more: they return their bias.
 
     Returns:
         Edits for `remove`; empty if the module adds no branch. `Refused` if it adds a branch that
@@ -95,13 +96,13 @@ def removable_branches(
     found = _readable(path, module, graph)
     if isinstance(found, Refused):
         return found
-    sources, constant = _constant_nodes(path, module, found, silent)
+    sources, constant = _constant_nodes(path, module, found, constant_layers)
     ends = [node for node in constant if any(user not in constant for user in node.users)]
     users = [user for end in ends for user in end.users if user not in constant]
     others = [user for user in users if not _is_added(user, constant)]
     if others:
         added = len(others) < len(users)
-        return Refused(f"{others[0].name} also reads its result") if added else []
+        return Refused(f"{describe(others[0])} also reads its result") if added else []
     return [{"node": node.name, "vector": True} for node in sources] + [
         {"node": node.name, "spread": True} for node in ends
     ]
@@ -124,13 +125,13 @@ def _readable(path: str, module: nn.Module, graph: Graph) -> fx.Graph | Refused:
 
 
 def _constant_nodes(
-    path: str, module: nn.Module, graph: fx.Graph, silent: set[str]
+    path: str, module: nn.Module, graph: fx.Graph, constant_layers: set[str]
 ) -> tuple[list[fx.Node], dict[fx.Node, None]]:
-    """Return the nodes of the silent layers, and all nodes whose result is a constant."""
+    """Return the nodes of these layers, and all nodes whose result is a constant."""
     sources: list[fx.Node] = []
     constant: dict[fx.Node, None] = {}
     for node in graph.nodes:
-        if node.op == "call_module" and _join(path, node.target) in silent:
+        if node.op == "call_module" and _join(path, node.target) in constant_layers:
             constant[node] = None
             sources.append(node)
         elif _keeps_constant(module, node) and constant.keys() >= set(node.all_input_nodes):
@@ -249,9 +250,9 @@ def removed_with_groups(
     outline, found, refused = graph.outline(), {}, dict[str, Refused]()
     for group in groups:
         emptied = outline.emptied(outline.settle(outline.alive({group: []})))
-        silent, gone = _silent_layers(graph, emptied), set[str]()
-        for path in dict.fromkeys(owner_of(layer, modules) for layer in sorted(silent)):
-            edits = removable_branches(path, modules[path], graph, silent)
+        constant_layers, gone = _constant_layers(graph, emptied), set[str]()
+        for path in dict.fromkeys(owner_of(layer, modules) for layer in sorted(constant_layers)):
+            edits = removable_branches(path, modules[path], graph, constant_layers)
             if isinstance(edits, Refused):
                 refused[path] = edits
             elif edits:
@@ -261,7 +262,7 @@ def removed_with_groups(
     return found, notes_of(refused, "a branch that closes stays as a constant")
 
 
-def _silent_layers(graph: Graph, emptied: set[tuple[str, int]]) -> set[str]:
+def _constant_layers(graph: Graph, emptied: set[tuple[str, int]]) -> set[str]:
     """Return the layers that still have outputs but read no channel."""
     return {
         module_of(name)

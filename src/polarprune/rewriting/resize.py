@@ -40,38 +40,47 @@ def marked_forward(
 
     def forward(*args: object, **kwargs: object) -> object:
         graph = captured.graphs["train" if module.training else "eval"]
-        inputs = graph_arguments(captured, module, args, kwargs)
+        inputs = graph_arguments(captured, module, args, kwargs, type(module).__name__)
         return MarkingInterpreter(module, graph=graph).run(*inputs)
 
     return forward
 
 
-def resized(path: str, graph: Graph, alive: Tensor) -> StoredForward | None:
+def resized(path: str, graph: Graph, kept_units: Tensor) -> StoredForward | None:
     """Return a rewritten module's graphs for a plan, as plain data.
 
     Args:
         path: The name of the module.
         graph: What `trace` found; `graph.rewritten` holds the captured forward.
-        alive: One truth value for each unit: False if the plan removes it.
+        kept_units: One truth value for each unit: False if the plan removes it.
 
     Returns:
         The graphs, or None if the plan changes nothing in this module.
     """
     captured = graph.rewritten[path].copy()
-    changed = _is_cut(path, graph, alive)
+    changed = _is_cut(path, graph, kept_units)
     for mode, tape in zip(("eval", "train"), graph.tapes, strict=False):
         code = captured.graphs[mode]
-        shapes = NodeShapes(graph, path, alive, tape)
+        shapes = NodeShapes(graph, path, kept_units, tape)
         shapes.width_nodes = find_width_nodes(code, shapes)
         for node in list(code.nodes):
             changed |= resize_call(node, shapes)
         changed |= keep_scales(code, shapes)
+        _give_lines(code)
     if len(graph.tapes) == 1:  # train mode did not run on the example
         captured.graphs["train"] = captured.graphs["eval"]
     return encode(captured) if changed else None
 
 
-def _is_cut(path: str, graph: Graph, alive: Tensor) -> bool:
+def _give_lines(code: fx.Graph) -> None:
+    """Give every new call the source line of the call that it was made for, which follows it."""
+    line = None
+    for node in reversed(code.nodes):
+        if node.op.startswith("call_"):
+            line = node.meta.setdefault(SOURCE_LINE, line)
+
+
+def _is_cut(path: str, graph: Graph, kept_units: Tensor) -> bool:
     """Return whether a tensor that the module uses, or a weight inside it, gets narrower.
 
     Its code may count channels without passing a number to any operation.
@@ -82,4 +91,4 @@ def _is_cut(path: str, graph: Graph, alive: Tensor) -> bool:
     values = (value for op in graph.ops_in(path) for value in op.tensors())
     used = (units for value in values for units in graph.values.get(value, []))
     distinct = {id(units): units for units in (*inside, *used)}
-    return any(not bool(stays(units, alive).all()) for units in distinct.values())
+    return any(not bool(stays(units, kept_units).all()) for units in distinct.values())

@@ -17,7 +17,7 @@ from torch.fx.node import Argument
 
 from ..channels.graph import Graph
 from ..tracing.tape import Value
-from .interpreter import no_channel, one_channel
+from .node_functions import no_channel, one_channel
 from .node_shapes import NodeShapes
 from .width_arithmetic import resized_argument
 
@@ -60,18 +60,18 @@ def _pad(node: fx.Node, shapes: NodeShapes) -> bool:
     amounts = [shapes.number_of(item) for item in given]
     if None in amounts:
         return False
-    counted = padding(shapes.graph, shapes.alive, out, amounts)
+    counted = padding(shapes.graph, shapes.kept_units, out, amounts)
     new = [a if x == y else y for a, x, y in zip(given, amounts, counted, strict=True)]
     rest = {key: value for key, value in node.kwargs.items() if key != "pad"}
     node.args, node.kwargs = (node.args[0], tuple(new), *node.args[2:]), rest
     return counted != amounts
 
 
-def padding(graph: Graph, alive: Tensor, out: Value, amounts: list[int]) -> list[int]:
+def padding(graph: Graph, kept_units: Tensor, out: Value, amounts: list[int]) -> list[int]:
     """Return how many of the padded channels are kept, before and after the input."""
     new = list(amounts)
     for position in range(0, len(amounts), 2):
-        kept = graph.kept(out, len(out.shape) - 1 - position // 2, alive)
+        kept = graph.kept(out, len(out.shape) - 1 - position // 2, kept_units)
         before, after = amounts[position : position + 2]
         if kept is not None and (before or after):
             new[position] = int(kept[:before].sum())

@@ -22,8 +22,8 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..errors import PruneError
 from ..tracing.model_state import Args, Kwargs
+from .node_functions import CallError
 
 _MAX_BYTES = 2**28  # of one tensor, for inputs of any size
 _BYTES_PER_INPUT_BYTE = 256  # added to the limit for each byte of the inputs or of a child's output
@@ -98,8 +98,7 @@ _GROWING_METHODS = "new_zeros new_ones new_empty expand broadcast_to repeat tile
 _GROWING: set[Target] = {
     *_GROWING_METHODS.split(),
     *(torch.broadcast_to, torch.tile, torch.repeat_interleave),
-    *(F.pad, torch._C._nn.pad, torch.constant_pad_nd),
-    *(F.interpolate, F.one_hot, torch._C._nn.one_hot),
+    *(F.pad, torch.constant_pad_nd, F.interpolate, F.one_hot),
     *(getattr(F, f"adaptive_{kind}_pool{n}d") for kind in ("avg", "max") for n in (1, 2, 3)),
 }
 
@@ -196,14 +195,10 @@ class Watch(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class TooMuch(PruneError):
-    """Says what was too large; `interpreter` adds the module and the node."""
-
-
 def _demand(fine: bool, what: str) -> None:
-    """Raise `TooMuch` unless the condition holds."""
+    """Raise a `CallError` unless the condition holds."""
     if not fine:
-        raise TooMuch(
+        raise CallError(
             f"the stored code asks for {what}, which is out of proportion to its inputs. The file "
             f"may be forged. If you trust it, use smaller batches."
         )

@@ -3,9 +3,13 @@
 `encode` writes what `decode` reads, and both refuse everything else. Names are ASCII identifiers.
 Functions, methods and attributes are listed in `allowed_calls`. Constants are numbers, short
 strings, dtypes, devices, and containers of these. Decoding builds a graph and runs nothing. A node
-is stored as its name, kind, target, arguments and keyword arguments; `y * 2.0` becomes
+is stored as its name, kind, target, arguments, keyword arguments and, where it is known, the user's
+source line; `y * 2.0` becomes
 
-    ["mul", "call_function", "operator.mul", {"tuple": [{"node": "y"}, 2.0]}, {"dict": {}}]
+    ["mul", "call_function", "operator.mul", {"tuple": [{"node": "y"}, 2.0]}, {"dict": {}},
+     "net.py:12"]
+
+The source line appears in messages and is not used for anything else.
 """
 
 from __future__ import annotations
@@ -19,8 +23,11 @@ import torch
 from torch import fx
 
 from ..errors import PruneError
+from ..tracing.source_lines import SOURCE_LINE
 from .allowed_calls import ATTRIBUTES, METHODS, function_named, name_of_function, takes
+from .call_form import count_leaves, decode_form, encode_form
 from .captured_forward import CapturedForward
+from .node_names import is_source_line, source_line
 
 Json: TypeAlias = object  # the result of `json.loads`, whose types are not known yet
 StoredForward: TypeAlias = dict[str, Json]
@@ -37,7 +44,6 @@ _OTHER_DEVICE = re.compile(
 )
 _MAX_NODES = 100_000  # in a graph
 _MAX_LENGTH = 4096  # of a string
-_ARGUMENT_SPEC = '{"type": null, "context": null, "children_spec": []}'  # a leaf in a pytree spec
 _DTYPES = """
 bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex32
 complex64 complex128 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz
@@ -87,7 +93,8 @@ def encode(captured: CapturedForward) -> StoredForward:
     """
     graphs = {mode: encode_graph(graph) for mode, graph in captured.graphs.items()}
     fixed = {number: _encode(value) for number, value in captured.fixed.items()}
-    return {"form": captured.form, "fixed": fixed, **graphs}
+    form = None if captured.form is None else encode_form(captured.form)
+    return {"form": form, "fixed": fixed, **graphs}
 
 
 def decode(data: Json) -> CapturedForward:
@@ -105,14 +112,19 @@ def decode(data: Json) -> CapturedForward:
 
 
 def encode_graph(graph: fx.Graph) -> list[list[Json]]:
-    """Return a graph as a list of nodes: name, kind, target, arguments, keyword arguments."""
-    data = [
-        [node.name, node.op, _encode_target(node), _encode(node.args), _encode(dict(node.kwargs))]
-        for node in graph.nodes
-    ]
+    """Return a graph as a list of nodes: name, kind, target, arguments, keywords, source line."""
+    data = [_encode_node(node) for node in graph.nodes]
     for item in data:
         _check_node(item)
     return data
+
+
+def _encode_node(node: fx.Node) -> list[Json]:
+    """Return a node as a list."""
+    args, kwargs = _encode(node.args), _encode(dict(node.kwargs))
+    line = source_line(node)
+    found: list[Json] = [node.name, node.op, _encode_target(node), args, kwargs]
+    return found if line is None else [*found, line]
 
 
 def _encode_target(node: fx.Node) -> str:
@@ -124,9 +136,7 @@ def _decode_forward(data: Json) -> CapturedForward:
     """Return the captured forward, and refuse data of any other form."""
     parts = _as_dict(data, "parts of a forward")
     _check(parts.keys() == {"form", "fixed", "train", "eval"}, "parts of a forward")
-    form = parts["form"]
-    if form is not None and (type(form) is not str or len(form) >= 2**16):
-        raise refuse("form of a call")
+    form = None if parts["form"] is None else decode_form(parts["form"])
     fixed = _as_dict(parts["fixed"], "fixed arguments")
     _check(form is not None or not fixed, "fixed arguments")
     graphs = {mode: _decode_graph(parts[mode]) for mode in ("train", "eval")}
@@ -134,7 +144,7 @@ def _decode_forward(data: Json) -> CapturedForward:
     count = len(inputs) + len(fixed)
     same_inputs = inputs == _placeholders(graphs["eval"])
     _check(same_inputs and fixed.keys() <= {str(k) for k in range(count)}, "arguments")
-    _check(form is None or form.count(_ARGUMENT_SPEC) == count, "arguments")
+    _check(form is None or count_leaves(form) == count, "arguments")
     return CapturedForward(form, {key: _decode(value, {}) for key, value in fixed.items()}, graphs)
 
 
@@ -148,7 +158,7 @@ def _decode_graph(data: Json) -> fx.Graph:
     data = _as_list(data, "graph")
     _check(0 < len(data) <= _MAX_NODES, "number of nodes")
     items = [_as_list(item, "node") for item in data]
-    _check(all(len(item) == 5 for item in items), "node")
+    _check(all(len(item) in (5, 6) for item in items), "node")
     kinds = [item[1] for item in items]
     inputs = kinds.count("placeholder")
     in_order = kinds[:inputs] == ["placeholder"] * inputs and kinds[-1] == "output"
@@ -161,6 +171,8 @@ def _decode_graph(data: Json) -> fx.Graph:
         known = {} if kind == "placeholder" else nodes  # default values are constants
         args, kwargs = tuple(_decode(item[3], known)), _decode(item[4], known)
         nodes[name] = graph.create_node(kind, function, args, kwargs, name)
+        if len(item) > 5:
+            nodes[name].meta[SOURCE_LINE] = item[5]
     return graph
 
 
@@ -186,9 +198,10 @@ def _as_list(data: Json, what: str) -> list[Json]:
 
 def _check_node(item: Sequence[Json]) -> tuple[str, str, str]:
     """Check one stored node before it is used, and return its name, kind and target."""
-    name, kind, target, args, kwargs = item
+    name, kind, target, args, kwargs, *line = item
     if not is_identifier(name) or type(target) is not str:
         raise refuse(f"node {name!r}")
+    _check(all(map(is_source_line, line)), f"source line of {name}")
     what = f"arguments of {name}"
     given = _as_list(_as_dict(args, what).get("tuple"), what)
     named = _as_dict(_as_dict(kwargs, what).get("dict"), what)

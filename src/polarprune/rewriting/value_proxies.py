@@ -28,7 +28,7 @@ from ..torch_internals.patches import OneThreadTracer
 from ..tracing.model_state import Args, Kwargs
 from ..tracing.source_lines import SOURCE_LINE, user_line
 from .installed_forward import is_index_vector
-from .interpreter import expect, expect_pieces
+from .node_functions import expect, expect_pieces
 
 Result = TypeVar("Result")
 
@@ -202,7 +202,8 @@ class ValueTracer(OneThreadTracer):
         proxy: Any = super().create_proxy(
             kind, target, args, kwargs, name, type_expr, proxy_factory_fn
         )
-        proxy.node.meta[SOURCE_LINE] = user_line()
+        if kind != "placeholder":
+            proxy.node.meta[SOURCE_LINE] = user_line()
         value = proxy.value = self.values[proxy.node] = self._compute(proxy.node)
         self._note_data(proxy.node, value)
         if isinstance(value, bool) and target in _COMPARISONS:

@@ -61,7 +61,7 @@ class ForwardWeight:
 
 @dataclass
 class _Computed:
-    """A node whose value can take the place of a parameter."""
+    """A node whose value can replace a parameter."""
 
     node: fx.Node
     leaf: str

@@ -104,7 +104,7 @@ def weigh(model: nn.Module, graph: Graph, make: Callable[[Tensor], nn.Module]) -
     modules = dict(model.named_modules())
     for path, units in graph.weights.items():
         if path in modules:  # otherwise it was removed with its branch
-            with_forward(modules[path], graph.weighted[path])
+            with_forward(modules[path], graph.weighted[path], path=path)
             modules[path].add_module(WEIGHTS, make(units))
 
 

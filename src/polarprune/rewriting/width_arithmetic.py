@@ -17,7 +17,7 @@ from torch.fx.node import Argument
 from torch.utils._pytree import tree_leaves
 
 from ..tracing.tape import Value
-from .interpreter import expect
+from .node_functions import expect
 from .node_shapes import NodeShapes
 
 # Operations that use a number as a value, not as a size.

@@ -201,7 +201,7 @@ def _install_rewritten_forwards(model: nn.Module, recipe: Recipe, from_file: boo
     """Install rewritten forwards and delete the child modules that they no longer call."""
     for path in sorted(recipe.rewired, reverse=True):  # children first, the root last
         code = decode(recipe.rewired[path])
-        module = with_forward(model.get_submodule(path), code, from_file=from_file)
+        module = with_forward(model.get_submodule(path), code, path=path, from_file=from_file)
         for child in recipe.removed.get(path, []):
             parent, _, name = child.rpartition(".")
             delattr(module.get_submodule(parent), name)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import conv
 
-from ..rewriting.interpreter import no_channel, one_channel
+from ..rewriting.node_functions import no_channel, one_channel
 
 
 class Constant(nn.Module):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import threading
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +66,8 @@ class OneOnly(nn.Linear):
 
 @pytest.mark.parametrize("suffix", list(deployment.FORMATS))
 def test_a_size_that_is_in_the_code_stays(tmp_path: Path, suffix: str) -> None:
-    apart, any_size = deploy(OneOnly(4, 3), (torch.randn(1, 4),), tmp_path / f"x{suffix}")
-    assert apart < 1e-6 and not any_size
+    made = deploy(OneOnly(4, 3), (torch.randn(1, 4),), tmp_path / f"x{suffix}")
+    assert made.difference < 1e-6 and made.fixed_batch == "one at a time"
 
 
 def test_what_differs_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,8 +91,8 @@ class Branch(nn.Linear):
 
 @pytest.mark.parametrize("suffix", list(deployment.FORMATS))
 def test_a_branch_on_the_size_is_not_written_for_any(tmp_path: Path, suffix: str) -> None:
-    _, any_size = deploy(Branch(4, 3), (torch.randn(1, 4),), tmp_path / f"x{suffix}")
-    assert not any_size
+    made = deploy(Branch(4, 3), (torch.randn(1, 4),), tmp_path / f"x{suffix}")
+    assert made.fixed_batch and "batch" in made.fixed_batch
 
 
 class Detector(nn.Linear):
@@ -103,8 +107,8 @@ class Detector(nn.Linear):
 def test_every_output_has_its_own_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Detector(4, 3), torch.randn(2, 4)
     for suffix in deployment.FORMATS:
-        apart, any_size = deploy(model, (x,), tmp_path / f"x{suffix}")
-        assert apart < 1e-5 and any_size
+        made = deploy(model, (x,), tmp_path / f"x{suffix}")
+        assert made.difference < 1e-5 and made.fixed_batch is None
 
     def wrong(program: Any, inputs: Inputs, any_size: bool, file: Path) -> Answer:
         def answer(some: Inputs) -> list[Tensor]:
@@ -127,7 +131,7 @@ class Inplace(nn.Linear):
 def test_a_model_may_write_to_its_input(tmp_path: Path) -> None:
     x = torch.randn(2, 4)
     before = x.clone()
-    assert deploy(Inplace(4, 3), (x,), tmp_path / "x.onnx")[0] < 1e-5
+    assert deploy(Inplace(4, 3), (x,), tmp_path / "x.onnx").difference < 1e-5
     assert torch.equal(x, before)
 
 
@@ -149,7 +153,56 @@ def test_rewritten_code_takes_any_batch(tmp_path: Path, suffix: str) -> None:
     graph = pp.trace(model, z)
     small = pp.shrink(model, graph, {name: [0, 2] for name in graph.prunable})
     assert type(small) is not Generator
-    assert deploy(small, (z,), tmp_path / f"x{suffix}")[1]
+    assert deploy(small, (z,), tmp_path / f"x{suffix}").fixed_batch is None
+
+
+def test_the_command_says_why_a_batch_is_fixed(file: Path) -> None:
+    to = file.with_suffix(".pt2")
+    given = ["--model", f"{__name__}:OnlyOneDigit", "--shape", "1,1,8,8", "--to", str(to)]
+    done = CliRunner().invoke(app, ["export", str(file), *given])
+    assert done.exit_code == 0, done.output
+    wanted = "batches of this size only (one digit at a time); outputs differ"
+    assert wanted in " ".join(done.output.split())
+
+
+class OnlyOneDigit(DigitsNet):
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) != 1:
+            raise RuntimeError("one digit at a time")
+        return super().forward(x)
+
+
+class Talks(nn.Linear):
+    """A model that logs in its forward, and waits there until another thread has logged."""
+
+    def __init__(self, elsewhere: Callable[[], None]) -> None:
+        super().__init__(4, 3)
+        self.elsewhere = elsewhere
+
+    def forward(self, x: Tensor) -> Tensor:
+        logging.getLogger("model").error("from the export")
+        thread = threading.Thread(target=self.elsewhere)
+        thread.start()
+        thread.join()
+        return super().forward(x)
+
+
+def test_other_threads_log_and_warn_while_a_model_is_exported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caught: list[object] = []
+
+    def elsewhere() -> None:
+        logging.getLogger("training").error("from the training")
+        try:
+            warnings.warn("of the user", UserWarning, stacklevel=1)  # an error in the tests
+        except UserWarning as warning:
+            caught.append(warning)
+
+    deploy(Talks(elsewhere), (torch.randn(1, 4),), tmp_path / "x.pt2")
+    assert {record.message for record in caplog.records} == {"from the training"} and caught
+    logging.getLogger("model").error("afterwards")
+    assert caplog.records[-1].message == "afterwards"
 
 
 @pytest.mark.parametrize(

@@ -263,7 +263,7 @@ def test_file_is_safetensors_with_json_and_nothing_else(saved: Path) -> None:
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     content = json.loads(header.pop("__metadata__")["polarprune"])
-    assert content["version"] == 2
+    assert content["version"] == 3
     assert {"shapes", "slices", "attributes"} <= content["recipe"].keys()
     ends = sorted(entry["data_offsets"] for entry in header.values())
     assert [begin for begin, _ in ends] == [0, *(end for _, end in ends[:-1])]

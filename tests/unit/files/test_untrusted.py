@@ -27,7 +27,7 @@ from polarprune.files.untrusted import metadata
 from polarprune.files.untrusted.json_text import parse_json
 from polarprune.rewriting import allowed_calls, interpreter, size_limits, stored_graphs
 from tests.helpers import attack, forgeries
-from tests.helpers.forgeries import NETWORKS, Victim, node, of_version_1, victim
+from tests.helpers.forgeries import NETWORKS, Victim, node, of_version_1, of_version_2, victim
 
 SOURCES = Path(pp.__file__).parent
 
@@ -200,6 +200,15 @@ HOSTILE = [
     node("h", "call_module", "stem", []),
     node("h", "call_module", "stem", [X, X]),
     node("h", "call_module", "stem", [X], scale=1),
+    *(
+        [*node("h", "call_method", "relu", [X]), line]
+        for line in (None, 12, "", "net.py", "net.py:", "net.py:x", "/net.py:1", "a\\b.py:1", [])
+    ),
+    *(
+        [*node("h", "call_method", "relu", [X]), line]
+        for line in ("a" * 200 + ":1", "net.py:123456789", "net.py:\u0661", "\x1b.py:1", "a\nb:1")
+    ),
+    [*node("h", "call_method", "relu", [X]), "net.py:1", "net.py:1"],
 ]
 
 
@@ -507,11 +516,11 @@ def test_what_children_give_counts_as_an_input(monkeypatch: pytest.MonkeyPatch) 
     )
     assert inside(model, torch.ones(1, 1, 4)).shape == (1, 1, 212)
     again = runs_of(*chain(20, X, lambda name, x: node(name, "call_module", "wide", [x])))
-    with pytest.raises(pp.PruneError, match=r"node c[2-7] \(wide\).*out of proportion"):
+    with pytest.raises(pp.PruneError, match=r"submodule wide: .*out of proportion"):
         again(model, torch.ones(1, 1, 4))
 
 
-def test_what_fails_names_the_module_and_the_node(
+def test_what_fails_names_the_module_and_the_line(
     victims: dict[str, Victim], tmp_path: Path
 ) -> None:
     one = victims["rewritten code"]
@@ -520,12 +529,13 @@ def test_what_fails_names_the_module_and_the_node(
     with pytest.raises(pp.PruneError) as error:
         small(torch.randn(2, 3, 6, 5))
     assert (
-        "Baked, node h (matmul): the stored code of this module failed: RuntimeError: Expected"
+        "Baked, operation matmul: the stored code of this module failed: RuntimeError: Expected"
         in str(error.value)
     )
     assert isinstance(error.value.__cause__, RuntimeError)
     fine = opened(one, one.data, tmp_path)
-    with pytest.raises(pp.PruneError, match=r"Baked, node stem \(stem\).*to have 3 channels"):
+    wanted = r"^Baked, forgeries\.py:\d+, submodule stem: .*to have 3 channels"
+    with pytest.raises(pp.PruneError, match=wanted):
         fine(torch.randn(2, 4, 6, 6))
 
 
@@ -657,7 +667,7 @@ def test_a_block_without_its_branch_is_called_by_place_and_by_name(tmp_path: Pat
 # text
 
 TEXTS = {
-    "a key twice": lambda text: text.replace('"card"', '"version": 2, "card"', 1),
+    "a key twice": lambda text: text.replace('"card"', '"version": 3, "card"', 1),
     "NaN": lambda text: text.replace('"card": {', '"card": {"a": NaN, ', 1),
     "infinity": lambda text: text.replace('"card": {', '"card": {"a": -Infinity, ', 1),
     "a float too large": lambda text: text.replace('"card": {', '"card": {"a": 1e999, ', 1),
@@ -1012,7 +1022,43 @@ def test_references_outside_the_parameters_are_kept(
 
 
 # --------------------------------------------------------------------------------------------------
-# files of version 1
+# files of older versions
+
+
+def test_a_file_of_version_2_is_the_same_model(victims: dict[str, Victim], tmp_path: Path) -> None:
+    one = of_version_2(victims["rewritten code"])
+    loaded = opened(one, one.data, tmp_path)
+    assert torch.equal(loaded(one.x), one.wanted)
+    pp.save(loaded, tmp_path / "again.safetensors")
+    text = (tmp_path / "again.safetensors").read_bytes()
+    assert b"builtins.tuple" not in text and rb"\"version\": 3" in text
+    again = pp.load(tmp_path / "again.safetensors", model=one.make()).eval()
+    assert torch.equal(again(one.x), one.wanted)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        *(forgeries.ONE_ARGUMENT[:end] for end in (0, 1, 40, -1)),
+        forgeries.ONE_ARGUMENT.replace("[1,", "[2,", 1),
+        forgeries.ONE_ARGUMENT.replace("builtins.dict", "os.system"),
+        forgeries.ONE_ARGUMENT.replace(forgeries.LEAF, f"{forgeries.LEAF}, {forgeries.LEAF}"),
+        forgeries.ONE_ARGUMENT.replace('"[]"', '"[1]"'),
+        forgeries.ONE_ARGUMENT.replace('"[]"', '"[[]]"'),
+        forgeries.ONE_ARGUMENT.replace('"null"', "null"),
+        "[" * 50_000,
+        3,
+        {},
+    ],
+    ids=lambda form: str(form)[:20],
+)
+def test_a_damaged_form_of_version_2_is_refused(
+    form: Any, victims: dict[str, Victim], tmp_path: Path
+) -> None:
+    one = of_version_2(victims["rewritten code"])
+    content = copy.deepcopy(one.content)
+    content["recipe"]["rewired"][""]["form"] = form
+    refused(one, one.signed(json.dumps(content)), tmp_path)
 
 
 def test_a_file_of_version_1_is_the_same_model(victims: dict[str, Victim], tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def test_a_file_for_a_plain_model_of_the_same_shape(tmp_path: Path) -> None:
     pp.save(small, tmp_path / "small.safetensors")
     loaded = pp.load(tmp_path / "small.safetensors", model=net(lambda layer: layer))
     assert torch.equal(loaded.eval()(X), small(X))
-    with pytest.raises(pp.PruneError, match="of another model"):
+    with pytest.raises(pp.PruneError, match="to another model"):
         pp.load(tmp_path / "small.safetensors", model=nn.Sequential(nn.Conv1d(4, 7, 3)))
 
 

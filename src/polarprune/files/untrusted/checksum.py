@@ -18,7 +18,7 @@ def signed(text: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def is_intact(text: str, stated: object, tensors: Mapping[str, Tensor]) -> bool:
-    """Return True if the checksum that the metadata state belongs to them and to the tensors."""
+    """Return whether the stated checksum is that of the metadata and the tensors."""
     if type(stated) is not str or len(stated) != len(BLANK):
         return False
     return _checksum(text.replace(stated, BLANK, 1), tensors) == stated

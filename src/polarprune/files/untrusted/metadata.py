@@ -13,10 +13,12 @@ from ...rewriting.stored_graphs import is_identifier, is_path
 from ...surgery.recipe import Recipe
 from .require import require
 
-NEWEST_VERSION = 2
+NEWEST_VERSION = 3
+_SIGNED_PARTS = {"version", "recipe", "aliases", "card", "sha256"}
 _PARTS = {
-    1: {"version", "recipe", "aliases", "card"},
-    2: {"version", "recipe", "aliases", "card", "sha256"},
+    1: _SIGNED_PARTS - {"sha256"},
+    2: _SIGNED_PARTS,
+    3: _SIGNED_PARTS,
 }
 _MOST_CODE_VALUES = 2**20  # values in stored code take more memory than others
 Check = Callable[[Any], bool]
@@ -77,7 +79,7 @@ _FIELDS: dict[str, Check] = {
     ),
     "constants": _names,
     "identities": _names,
-    "hollow": _names,
+    "hollow": _names,  # pooling layers that may be given no channels
     "heads": _dict_of(_is_name, _counts),
     "rewired": _dict_of(_is_name, lambda value: type(value) is dict),
     "removed": _dict_of(_is_name, _list_of(is_path, distinct=True)),

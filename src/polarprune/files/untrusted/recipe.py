@@ -31,7 +31,7 @@ def check_computed(recipe: Recipe, model: nn.Module) -> None:
 
 
 def check_recipe(recipe: Recipe, model: nn.Module) -> None:
-    """Check that every name is one of the model's and every number follows from its sizes.
+    """Check that every name exists in the model, and that every number follows from its sizes.
 
     Args:
         recipe: The recipe, with fields of the right types and shapes that fit the model.

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import fx, nn
 
 from ...rewriting.captured_forward import CapturedForward
+from ...rewriting.node_names import describe
 from ...rewriting.size_limits import asks_too_much
 from ...rewriting.stored_graphs import decode
 from ...surgery.recipe import Recipe
@@ -22,7 +23,7 @@ def check_code(recipe: Recipe, small: nn.Module) -> None:
     """Check that stored code uses only what the small model has, with fitting arguments.
 
     Raises:
-        PruneError: With the module and the node that do not fit.
+        PruneError: With the module and the operation that do not fit.
     """
     for path, data in recipe.rewired.items():
         module, code = small.get_submodule(path), decode(data)
@@ -50,10 +51,10 @@ def _check_argument_names(module: nn.Module, code: CapturedForward) -> None:
 
 def _check_node(path: str, module: nn.Module, node: fx.Node) -> None:
     much = asks_too_much(node.target, node.args, dict(node.kwargs))
-    require(not much, f"{path}: {node.name} asks for too many elements")
+    require(not much, f"{path}: {describe(node)} asks for too many elements")
     child = _submodule(module, str(node.target)) if node.op == "call_module" else None
     fits = child is None or _can_be_called(child, node.args, node.kwargs)
-    require(fits, f"{path}: {node.name} calls {node.target} with other arguments")
+    require(fits, f"{path}: {describe(node)} is called with other arguments")
 
 
 def _check_target(path: str, module: nn.Module, node: fx.Node) -> None:

@@ -37,7 +37,7 @@ def check_fit(
 
 
 def _fits(found: Tensor, expected: object) -> bool:
-    """Only the precision of floating-point numbers may differ from the model's."""
+    """Return whether a tensor fits the model; only the precision of floats may differ."""
     if not isinstance(expected, Tensor) or found.shape != expected.shape:
         return False
     floats = found.dtype in _FLOATS and expected.dtype in _FLOATS
