@@ -21,6 +21,7 @@ from torch.fx.node import Target
 from ..torch_internals.class_swaps import derive_class
 from ..torch_internals.markers import source_graph
 from ..torch_internals.patches import OneThreadTracer
+from ..tracing.source_lines import SOURCE_LINE, user_line
 from .capture import reason_of
 from .captured_forward import Refused
 from .side_effects import side_effects_refused
@@ -29,7 +30,7 @@ _cache: ContextVar[dict[nn.Module, fx.Graph | Refused] | None] = ContextVar("_ca
 
 
 class _LayerTracer(OneThreadTracer):
-    """Records layers as single nodes, and returns the pieces of a chunk as a tuple."""
+    """Records layers as single nodes with their source lines, and a chunk's pieces as a tuple."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Trace through containers only."""
@@ -38,6 +39,7 @@ class _LayerTracer(OneThreadTracer):
     def create_proxy(self, kind: str, target: Target, *args: Any, **kwargs: Any) -> Any:
         """Return a tuple for `x.chunk(2)`, so that `list(x.chunk(2))` works."""
         proxy: Any = super().create_proxy(kind, target, *args, **kwargs)
+        proxy.node.meta[SOURCE_LINE] = user_line()
         pieces = proxy.node.args[1] if target in ("chunk", torch.chunk) else None
         return tuple(proxy[i] for i in range(pieces)) if isinstance(pieces, int) else proxy
 

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 import polarprune as pp
 from polarprune.rewriting.node_names import describe
 from polarprune.rewriting.remove_branches import removable_branches
+from polarprune.rewriting.symbolic_graphs import editable_graph
 from polarprune.tracing.source_lines import SOURCE_LINE
 
 
@@ -123,3 +124,14 @@ def test_a_branch_with_another_reader_is_refused_by_the_name_of_its_operation() 
     graph = pp.trace(model, torch.randn(1, 3, 4, 4))
     refused = removable_branches("1", model[1], graph, {"1.two"})
     assert re.fullmatch(r"(.*, )?operation \* also reads its result", str(refused))
+
+
+def test_a_graph_whose_branches_can_be_removed_knows_the_lines_of_its_calls() -> None:
+    graph = editable_graph(Reads())
+    assert isinstance(graph, fx.Graph)
+    first = inspect.getsourcelines(Reads.forward)[1] + 1
+    lines = {str(n.target): n.meta[SOURCE_LINE] for n in graph.nodes if n.op == "call_module"}
+    assert lines == dict.fromkeys(["one", "two"], f"test_messages.py:{first}")
+    assert [n.meta[SOURCE_LINE] for n in graph.nodes if n.target is operator.mul] == [
+        f"test_messages.py:{first + 1}"
+    ]
