@@ -35,6 +35,7 @@ from polarprune.cli.app import app
 from polarprune.files.model_file import read_card
 from polarprune.report.report import Report
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
 X = torch.zeros(2, 3)
 STEPS = 6
 

@@ -7,9 +7,10 @@ A trace takes half of their time, and what they state does not depend on it.
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import sys
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import replace
 from types import FunctionType, ModuleType
 from typing import Any
@@ -28,8 +29,11 @@ GRAPHS: dict[Hashable, Graph] = {}
 
 def content(tensor: Tensor) -> Hashable:
     """Return what two equal tensors have in common."""
+    form = str(tensor.device), str(tensor.dtype), tensor.shape, tensor.stride()
+    if tensor.is_meta:
+        return form
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return str(tensor.dtype), tensor.shape, tensor.stride(), hashlib.sha256(data).digest()
+    return *form, hashlib.sha256(data).digest()
 
 
 def value(given: object) -> Hashable:
@@ -56,12 +60,16 @@ def key(model: nn.Module, example: Any, options: dict[str, Any]) -> Hashable:
     modules = [module_key(path, module) for path, module in model.named_modules()]
     inputs = [value(leaf) for leaf in tree_leaves(example)]
     names = tuple(example) if isinstance(example, dict) else type(example)
-    return *modules, *inputs, names, repr(options)
+    mode = torch.is_inference_mode_enabled(), torch.get_default_device(), torch.get_default_dtype()
+    return *modules, *inputs, names, repr(options), mode
 
 
 def survey_once(model: nn.Module, example: Any, **options: Any) -> Graph:
     """Return the graph that this model had when it was traced before."""
-    wanted = key(model, example, options)
+    try:
+        wanted = key(model, example, options)
+    except Exception:  # not a model, or one without values: the library says so
+        return SURVEY(model, example, **options)
     if wanted not in GRAPHS:
         GRAPHS[wanted] = SURVEY(model, example, **options)
     cost = copy.copy(GRAPHS[wanted].cost)
@@ -69,17 +77,22 @@ def survey_once(model: nn.Module, example: Any, **options: Any) -> Graph:
     return replace(GRAPHS[wanted], resources=cost)
 
 
-def users() -> Iterator[ModuleType]:
-    """Yield the modules of the library that call `survey`, as `trace` does."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("polarprune.") and vars(module).get("survey") is SURVEY:
-            yield module
+@functools.cache
+def users(imported: int) -> list[ModuleType]:
+    """Return the modules of the library that call `survey`, as `trace` does.
+
+    Args:
+        imported: How many modules Python has imported: the search takes long, and nothing changes
+            while their number stays the same.
+    """
+    modules = [module for name, module in sys.modules.items() if name.startswith("polarprune.")]
+    found = [module for module in modules if vars(module).get("survey") is SURVEY]
+    assert found, f"none of {imported} modules calls polarprune.analysis.trace.survey"
+    return found
 
 
 @pytest.fixture
 def shared_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give every pruner of a test a trace that was made once."""
-    found = list(users())
-    assert found, "no module calls polarprune.analysis.trace.survey"
-    for module in found:
+    for module in users(len(sys.modules)):
         monkeypatch.setattr(module, "survey", survey_once)
