@@ -93,7 +93,7 @@ def look(model: Any, example: Any, norms: bool) -> dict[str, Any]:
     with measured(spent, "cut"):
         small = pp.shrink(masked, graph, plan)
     with StaysDouble():
-        found = prove_equal(masked, small, inputs, 1e-10)
+        found = prove_equal(masked, small, inputs, 1e-10).differences
         gap = control(masked, graph, plan, inputs)
     del masked
     total = sum(group.size for group in graph.groups.values())

@@ -94,6 +94,7 @@ ORDER: dict[str, list[str]] = {
         "replacement_layers",
         "write_recipe",
         "config_models",
+        "config_entries",
         "config_sizes",
         "config_proof",
         "config_trials",

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..channels.group_table import folded
+
 if TYPE_CHECKING:
     from .report import Report
 
@@ -193,6 +195,13 @@ def _is_odd(group: JsonObject) -> bool:
     units = group.get("multiple")  # this many make up a multiple of 8; a unit may be a whole head
     cut = not group["reason"] and group["after"] < group["before"]
     return bool(units) and cut and group["before"] >= units and group["after"] % units > 0
+
+
+def remarks(report: Report) -> list[str]:
+    """Return the notes, of which similar ones are joined, and what the proof skipped."""
+    skipped = [f"{name} ({why})" for name, why in report.skipped.items()]
+    lines = [f"export() did not compare: {'; '.join(skipped)}"] if skipped else []
+    return [*folded(report.notes), *lines]
 
 
 def prediction_checks(report: Report) -> list[str]:

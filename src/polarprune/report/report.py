@@ -22,6 +22,7 @@ _FIELD_TYPES = {
     "notes": list,
     "results": dict,
     "model": str,
+    "skipped": dict,
 }
 _HISTORY_KEYS = {"step", "closed", "between", "eps", "lam", "histogram"}
 
@@ -50,6 +51,7 @@ class Report:
             latency_ms (before, after, runs, batch), machine, versions, file (of the small model),
             make (`imports` and `call`: the code that makes the original model).
         model: The class of the model, as a dotted name.
+        skipped: Modes and inputs on which `export()` could not compare the models, and why.
     """
 
     settings: JsonObject
@@ -61,6 +63,7 @@ class Report:
     notes: list[str]
     results: JsonObject = field(default_factory=dict)
     model: str = ""
+    skipped: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return the report as JSON text, which `from_json` reads.

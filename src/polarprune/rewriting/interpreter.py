@@ -364,6 +364,10 @@ _ZEROED: dict[Function | str, Function | str] = {
 # Files store their names, and may pass their arguments by keyword: do not rename either.
 
 
+class OtherSizes(PruneError):
+    """Raised by a rewritten forward whose code depends on the sizes that the example has."""
+
+
 def expect_pieces(found: Sized, example: int) -> None:
     """Check that a sequence still has the length that it had for the example."""
     expect(len(found), example)
@@ -372,11 +376,10 @@ def expect_pieces(found: Sized, example: int) -> None:
 def expect(found: object, example: object) -> None:
     """Check that a value is still the one of the example.
 
-    The traced code branched on this value or used it as a constant, so the graph is valid for this
-    value only.
+    The traced code branched on it or used it as a constant, so the graph is valid for it only.
     """
     if found != example:
-        raise PruneError(
+        raise OtherSizes(
             f"the forward of this module was rewritten for the sizes of the example: it expects "
             f"{example} but got {str(found)[:200]}. Trace with an example of the size in use."
         )

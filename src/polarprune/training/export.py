@@ -11,7 +11,7 @@ from ..analysis.trace import changed
 from ..channels.graph import Graph, plan_of
 from ..surgery.config_proof import update_config
 from ..surgery.cut_proof import prove_cut
-from ..surgery.proof import check_macs, example_for
+from ..surgery.proof import Proof, check_macs, example_for
 from ..tracing.model_state import Example, named_tensors, slots_cleared
 from ..validation.run import check_minimum
 from .compaction import Compaction
@@ -61,7 +61,7 @@ class Exporter:
 
     def proved(
         self, gated: nn.Module, small: nn.Module, alive: Tensor, example: Example, macs: int
-    ) -> dict[str, float]:
+    ) -> Proof:
         """Compare a cut model with the gated one; return the largest differences."""
         with slots_cleared(self.compaction.slots):
             found = prove_cut(

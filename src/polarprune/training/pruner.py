@@ -77,7 +77,7 @@ class Pruner(PruningRun):
         history: one row for every check of the gates on the host (docs/trainers.md lists the keys).
         watchers: functions that are called with every new row of `history`.
         landing: the gates and the share of the MACs that were closed at once at the deadline.
-        proof: the largest difference that the last `export` found, for every mode.
+        proof, skipped: the differences that the last `export` found; what it skipped, and why.
         copies: copies of the gated model that `compact` cuts besides the averages that it finds.
 
     Raises:
@@ -181,8 +181,7 @@ class Pruner(PruningRun):
             *others: optimizers of other parameters; `compact` cuts their state, too.
 
         Raises:
-            PruneError: if the optimizer does not hold the gates, or decays them, or another one
-                holds gates, too.
+            PruneError: if the optimizer does not hold the gates, or decays them, or two hold gates.
 
         Example:
             >>> pruner.attach(optimizer)
@@ -281,6 +280,7 @@ class Pruner(PruningRun):
             settings=self._settings(),
             history=copy.deepcopy(self.history),
             proof=dict(self.proof),
+            skipped=dict(self.skipped),
             results={"latency_ms": self._stopwatch.results} if self._stopwatch else {},
             model=class_name(self.model),
         )
@@ -356,7 +356,8 @@ class Pruner(PruningRun):
         alive, example = self._alive(), self._here(gated)
         small = exporter.exported(gated, alive, example)
         if verify:
-            self.proof = exporter.proved(gated, small, alive, example, self.cost()["macs"])
+            found = exporter.proved(gated, small, alive, example, self.cost()["macs"])
+            self.proof, self.skipped = found
             if self._stopwatch is not None:
                 self._stopwatch.check(small)
         return small
@@ -366,8 +367,7 @@ class Pruner(PruningRun):
     def state_dict(self) -> State:
         """Return the state of the run, which the state dict of the model has, too.
 
-        It is needed only where a checkpoint drops entries of the model's state that it does not
-        know.
+        Needed only where a checkpoint drops entries of the model's state that it does not know.
 
         Raises:
             PruneError: if gates are NaN or infinite: such a checkpoint must not replace a good one.

@@ -102,6 +102,7 @@ class PruningRun:
         self._build_steering()
         self._traced_dtype = self._weight().dtype
         self.proof: dict[str, float] = {}
+        self.skipped: dict[str, str] = {}
         self._optimizer: Optimizer | None = None
         self._others: tuple[Optimizer, ...] = ()
         self._lr: float | None = None
