@@ -21,7 +21,15 @@ import polarprune
 ROOT = Path(polarprune.__file__).parent
 ORDER: dict[str, list[str]] = {
     "errors": [],
-    "torch_internals": ["class_swaps", "markers", "parallel", "patches", "refused_methods"],
+    "torch_internals": [
+        "class_swaps",
+        "fused_encoders",
+        "markers",
+        "parallel",
+        "patches",
+        "process_settings",
+        "refused_methods",
+    ],
     "validation": [
         "models",
         "numbers",

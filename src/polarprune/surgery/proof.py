@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..errors import PruneError, reason_given
 from ..rewriting.interpreter import OtherSizes
 from ..rewriting.parametrizations import settle_weights
+from ..torch_internals.fused_encoders import stop_packing
 from ..torch_internals.patches import full_float32_precision
 from ..tracing.generation import Answer, CannotContinue, answers, split
 from ..tracing.mac_count import MISSING_FORMULAS
@@ -261,10 +262,7 @@ def _fused_outputs(model: nn.Module, example: Example) -> list[Tensor] | None:
     args, kwargs = as_call(example)
     with restored(model, False), full_float32_precision():
         settle_weights(model)
-        for module in model.modules():
-            # With nested tensors, torch writes zeros at padded positions.
-            if isinstance(module, nn.TransformerEncoder):
-                module.use_nested_tensor = False
+        stop_packing(model)
         before = torch.get_rng_state()
         found = [tensor.detach() for tensor in split(model(*args, **kwargs)).read]
         return found if torch.equal(before, torch.get_rng_state()) else None

@@ -24,6 +24,7 @@ from ...files.model_file import save
 from ...files.writing import make_folder, replacing
 from ...report.facts import JsonObject
 from ...torch_internals.markers import attached_recipe
+from ...torch_internals.process_settings import convolutions_tuned
 from ...training.pruner import Pruner
 from ..data.task import Task
 from ..methods.base import Limits
@@ -79,7 +80,6 @@ class Run:
         self.device = torch.device(device)
         self.data = data.to(device)
         torch.manual_seed(settings.seed)
-        torch.backends.cudnn.benchmark = True
         self.batches = self.data.stream(settings)
         self.writes = rank_and_count()[0] == 0  # of several processes, only the first writes
         self.costs: Costs = {}  # of every stage, in MACs
@@ -280,7 +280,8 @@ class Run:
         while trainer.done < trainer.steps:
             if rank:  # every process draws its own crops
                 torch.manual_seed((seed + (trainer.done << 8) + rank) % 2**63)
-            row = self._epoch(stage, trainer)
+            with convolutions_tuned():
+                row = self._epoch(stage, trainer)
             now = time.perf_counter()
             row["seconds"] = round(now - start, 2)
             if self.settings.best and self.data.measure in row:
