@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -116,6 +117,23 @@ def keep_patterns(keep: object) -> tuple[str, ...]:
     return found
 
 
+def check_keep(pattern: str, hits: Sequence[object]) -> None:
+    """Refuse a pattern of `keep` that matches nothing."""
+    if not hits:
+        raise PruneError(
+            f"keep: no module with parameters matches {pattern!r}. Names are as in "
+            f"model.named_modules(); * matches anything."
+        )
+
+
+def check_tracing(norms: object, min_channels: object) -> None:
+    """Refuse other settings of `trace` and `Pruner` than a bool and a number of channels."""
+    if not isinstance(norms, bool):
+        raise PruneError(f"norms={norms!r}: give True or False.")
+    if type(min_channels) is not int or min_channels < 0:
+        raise PruneError(f"min_channels={min_channels!r}: give a number of channels, 0 or more.")
+
+
 def checked_reasons(frozen: object) -> dict[str, str]:
     """Return names of groups with the reasons why they are frozen."""
     found = frozen or {}
@@ -176,3 +194,12 @@ def check_path(where: str, path: object) -> None:
     """Require the name of a file."""
     if not isinstance(path, (str, os.PathLike)) or not str(path):
         raise PruneError(f"{where}: path={path!r}; give the name of a file.")
+
+
+def check_new_file(file: Path, endings: Iterable[str]) -> None:
+    """Require the name of a file with one of these endings, in a folder that exists."""
+    if file.suffix not in endings:
+        raise PruneError(f"{file}: give a name that ends in {' or '.join(endings)}.")
+    if file.is_dir() or not file.parent.is_dir():
+        what = "that is a folder" if file.is_dir() else f"there is no folder {file.parent}"
+        raise PruneError(f"{file}: {what}; give another path.")

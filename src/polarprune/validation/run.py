@@ -35,11 +35,12 @@ def check_prunable(graph: Graph) -> None:
     """Require at least one prunable group."""
     if not graph.prunable:
         reasons = dict.fromkeys([*graph.notes, *(g.reason for g in graph.groups.values())])
+        norms = f"norms=True may make {graph.with_norms} channels prunable. "
         raise PruneError(
             "no prunable channels: every group is frozen ("
             + ("; ".join(list(reasons)[:3]) or "there are no groups")
             + "). "
-            + (f"norms=True may open {graph.with_norms} channels. " if graph.with_norms else "")
+            + (norms if graph.with_norms else "")
             + "Print polarprune.trace(model, example) for the whole list."
         )
 
