@@ -21,6 +21,7 @@ import polarprune
 ROOT = Path(polarprune.__file__).parent
 ORDER: dict[str, list[str]] = {
     "errors": [],
+    "plain_data": [],
     "torch_internals": [
         "class_swaps",
         "fused_encoders",
@@ -154,6 +155,7 @@ ORDER: dict[str, list[str]] = {
     ],
     "files": ["deployment", "untrusted", "old_versions", "writing", "model_file"],
     "integrations": [
+        "factories",
         "gate_group",
         "refusals",
         "loggers",
@@ -164,7 +166,6 @@ ORDER: dict[str, list[str]] = {
         "transformers",
         "ultralytics",
     ],
-    "factories": [],
     "experiments": ["networks", "processes", "settings", "data", "methods", "presets", "runs"],
     "cli": [
         "arguments",

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cost.timing import compare_speed, environment
-from ..report.facts import JsonObject
+from ..plain_data import JsonObject
 from ..report.report import Report
 from ..training.pruner import Pruner
 from ..validation.optional_packages import optional_package

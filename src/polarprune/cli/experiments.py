@@ -21,7 +21,7 @@ from ..experiments.runs.run import Run
 from ..experiments.runs.start import check_network
 from ..experiments.runs.trials import prepare, run_to_end
 from ..experiments.settings import Settings
-from ..report.facts import JsonObject
+from ..plain_data import JsonObject
 from .arguments import AsJson, ModelOption
 from .console import console, device_of, fail, say, say_json, texts_on_stderr
 from .referee import referee

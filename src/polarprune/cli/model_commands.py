@@ -17,9 +17,9 @@ from ..channels.graph import Graph
 from ..channels.group_table import state_of
 from ..cost.timing import Timing, environment, side_by_side
 from ..errors import PruneError
-from ..factories import make_model
 from ..files.deployment import FORMATS, deploy
 from ..files.model_file import load, read_card
+from ..integrations.factories import make_model
 from ..torch_internals.process_settings import cpu_threads
 from .arguments import AsJson, ModelArgument, ModelOption, ShapeOptions, inputs_from
 from .console import console, device_of, fail, say, say_json

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ..report.facts import JsonObject
+from ..plain_data import JsonObject
 from ..rewriting.captured_forward import Refused
 from ..rewriting.remove_branches import without_branches
 from ..rewriting.stored_graphs import decode, encode

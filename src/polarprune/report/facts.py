@@ -7,9 +7,10 @@ head. Nothing here knows how a view lays them out.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..channels.group_table import folded
+from ..plain_data import JsonObject
 
 if TYPE_CHECKING:
     from .report import Report
@@ -23,7 +24,6 @@ RESOURCE_NAMES = {
     "memory": "memory (bytes)",
     "latency": "latency (ns)",
 }
-JsonObject = dict[str, Any]  # such as a card or a row of a log
 Rows = list[tuple[str, ...]]
 
 
@@ -251,15 +251,9 @@ def group_table(report: Report) -> Rows:
 
 def _remark(group: JsonObject) -> str:
     if group["reason"]:
-        return f"frozen: {frozen_reason(group)}"
+        return f"frozen: {group['reason']}"
     family = f"uniform: {group['family']}" if "family" in group else ""
     return "; ".join(filter(None, ["" if group["after"] else "removed entirely", family]))
-
-
-def frozen_reason(group: JsonObject) -> str:
-    """Return why a group is frozen, without repeating the word."""
-    reason: str = group["reason"]
-    return reason.removeprefix("kept whole ").removeprefix("frozen ")
 
 
 def stage_table(report: Report) -> Rows:

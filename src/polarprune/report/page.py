@@ -11,12 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..plain_data import JsonObject
 from ..validation.optional_packages import optional_package
 from .facts import (
-    JsonObject,
     accuracy_facts,
     cost_facts,
-    frozen_reason,
     goal,
     measured_facts,
     odd_widths,
@@ -136,7 +135,7 @@ def _width(group: JsonObject, widest: int) -> Width:
 def _frozen(report: Report) -> list[tuple[str, str, str]]:
     """Return name, channels and reason of every frozen group."""
     return [
-        (str(group["name"]), f"{group['before']:,}", frozen_reason(group))
+        (str(group["name"]), f"{group['before']:,}", str(group["reason"]))
         for group in report.groups
         if group["reason"]
     ]

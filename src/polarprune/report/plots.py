@@ -11,8 +11,9 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import PruneError
+from ..plain_data import JsonObject
 from ..validation.optional_packages import optional_package
-from .facts import RESOURCE_NAMES, JsonObject, budget_percent
+from .facts import RESOURCE_NAMES, budget_percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

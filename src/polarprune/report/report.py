@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 
 from ..errors import PruneError
-from .facts import JsonObject
+from ..plain_data import JsonObject
 from .page import html_page
 from .text import markdown, plain_text
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 from ...errors import PruneError
-from ...factories import call_factory
+from ...integrations.factories import call_factory
 from ..processes import rank_and_count
 from ..settings import Settings
 from .imagenet import CPU, LoaderStream

@@ -6,7 +6,7 @@ import dataclasses
 
 from torch import nn
 
-from ...report.facts import JsonObject
+from ...plain_data import JsonObject
 from ..data.task import Task
 from ..methods.base import Limits
 from ..networks.table import has_classes

@@ -22,7 +22,7 @@ from ...cost.timing import environment
 from ...errors import PruneError
 from ...files.model_file import save
 from ...files.writing import make_folder, replacing
-from ...report.facts import JsonObject
+from ...plain_data import JsonObject
 from ...torch_internals.markers import attached_recipe
 from ...torch_internals.process_settings import convolutions_tuned
 from ...training.pruner import Pruner

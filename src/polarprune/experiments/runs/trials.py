@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from ...errors import PruneError
-from ...report.facts import JsonObject
+from ...plain_data import JsonObject
 from ...torch_internals.process_settings import cpu_threads
 from ..data.table import kind_of, open_data
 from ..data.task import Task
