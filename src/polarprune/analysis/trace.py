@@ -106,7 +106,7 @@ def survey(
         uniform: Which groups keep equally many units (see `repeated_blocks`).
         frozen: Names of groups that are frozen, each with the reason.
     """
-    patterns, own, whole = keep_patterns(keep), checked_rules(rules), checked_reasons(frozen)
+    patterns, own, reasons = keep_patterns(keep), checked_rules(rules), checked_reasons(frozen)
     check_tracing(norms, min_channels)
     _check_inputs(model, example)
     weights, remarks = find(model, example), by_hooks(model)
@@ -114,9 +114,9 @@ def survey(
     names = computed(model) + [f"{path}.{one.leaf}" for path, one in forward_weights.items()]
     model = without_computed_weights(model, forward_weights)
     inspection = Inspection(model, example, patterns, {**RULES, **own}, norms, min_channels)
-    inspection.frozen.update(whole)
+    inspection.frozen.update(reasons)
     graph = _confirmed(inspection, compare_outputs)
-    check_groups("frozen", whole, graph.groups)
+    check_groups("frozen", reasons, graph.groups)
     held = {path: fixed_values(model.get_submodule(path)) for path in graph.rewritten}
     frozen = {name: group.reason for name, group in graph.groups.items() if group.frozen}
     graph = replace(

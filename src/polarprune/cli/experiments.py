@@ -182,8 +182,8 @@ def evaluate(
 
 def _data_settings(card: JsonObject) -> Settings:
     """Return what a card says about the data that its network is for."""
-    recipe = card.get("recipe")
-    told = recipe if isinstance(recipe, dict) else {}
+    settings = card.get("recipe")
+    told = settings if isinstance(settings, dict) else {}
     sizes = {key: told[key] for key in ("crop", "side", "context") if key in told}
     return Settings(card["network"], told.get("data", "cifar10"), **sizes)
 

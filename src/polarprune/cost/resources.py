@@ -21,7 +21,7 @@ from ..channels.propagation import Contraction
 from ..tracing.model_state import named_tensors
 
 
-class Part(Protocol):
+class Resource(Protocol):
     """One resource as a function of the widths."""
 
     @property
@@ -99,7 +99,7 @@ class Cost:
     def __init__(self, names: list[str], sizes: list[int], parts: Mapping[str, Quadratic]) -> None:
         self.names = names
         self.full = torch.tensor(sizes, dtype=torch.float64)
-        self.parts: dict[str, Any] = dict(parts)  # `Part`; those given here are `Quadratic`
+        self.parts: dict[str, Any] = dict(parts)  # `Resource`; those given here are `Quadratic`
         self.extras: list[Extra] = []
         self.outputs: list[Output] = []
 

@@ -82,7 +82,7 @@ def _write(writer: Any, numbers: dict[str, float], row: Row, prefix: str) -> Non
     for name, value in numbers.items():
         writer.add_scalar(name, value, row["step"])
     counts = row["histogram"]
-    limits = [(place + 1) / len(counts) for place in range(len(counts))]
+    limits = [(index + 1) / len(counts) for index in range(len(counts))]
     middles = [limit - 0.5 / len(counts) for limit in limits]
     sums = [sum(c * m**power for c, m in zip(counts, middles, strict=True)) for power in (1, 2)]
     writer.add_histogram_raw(

@@ -225,11 +225,11 @@ def save_comparison(
     """
     figure = _figure(7.2, 1.3 + 0.42 * len(rows))
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
-    for place, row in enumerate(rows):
-        colour = BLUE if place == 0 else MUTED
+    for row_number, row in enumerate(rows):
+        colour = BLUE if row_number == 0 else MUTED
         left.errorbar(
             row["score"],
-            place,
+            row_number,
             xerr=row["deviation"],
             fmt="|",
             ms=14,
@@ -238,11 +238,13 @@ def save_comparison(
             lw=1.4,
             color=colour,
         )
-        left.plot(row["scores"], [place] * len(row["scores"]), "o", ms=4, color=colour, alpha=0.5)
-        right.barh(place, row["relative_cost"], 0.55, color=colour)
+        left.plot(
+            row["scores"], [row_number] * len(row["scores"]), "o", ms=4, color=colour, alpha=0.5
+        )
+        right.barh(row_number, row["relative_cost"], 0.55, color=colour)
         right.text(
             row["relative_cost"],
-            place,
+            row_number,
             f" {row['relative_cost']:.2f}",
             va="center",
             fontsize=9,

@@ -40,16 +40,16 @@ _TRIED = 7200  # instead of a number that is not given; no model has it, and man
 _MOST_CONFIGS = 16
 
 
-class Sizes(NamedTuple):
+class ModelSizes(NamedTuple):
     """The sizes of a model's tensors, and the integers that its modules hold."""
 
     shapes: dict[SizeKey, int]
     attributes: dict[SizeKey, int]
 
 
-def sizes_of(model: nn.Module) -> Sizes:
+def sizes_of(model: nn.Module) -> ModelSizes:
     """Return the sizes of a model."""
-    sizes = Sizes({}, {})
+    sizes = ModelSizes({}, {})
     for name, tensor in model.state_dict().items():
         sizes.shapes.update({(name, axis): size for axis, size in enumerate(tensor.shape)})
     for path, module in model.named_modules():
@@ -95,13 +95,13 @@ class BuiltSizes:
 
     def __init__(self, model: nn.Module) -> None:
         self.family, self.config = plain_class(model), model.config
-        self._known: dict[frozenset[tuple[Key, int]], Sizes | str] = {}
+        self._known: dict[frozenset[tuple[Key, int]], ModelSizes | str] = {}
         try:
             self.before = sizes_of(without_weights(self.family, copy.deepcopy(self.config)))
         except Exception as error:
             raise PruneError(f"{self.family.__name__}(config) fails: {error!r}") from error
 
-    def measure(self, entries: Mapping[Key, int]) -> Sizes | None:
+    def measure(self, entries: Mapping[Key, int]) -> ModelSizes | None:
         """Return the sizes of a model that is built with other entries, if it can be built."""
         found = self._built(entries)
         return None if isinstance(found, str) else found
@@ -111,7 +111,7 @@ class BuiltSizes:
         found = self._built(entries)
         return found if isinstance(found, str) else ""
 
-    def _built(self, entries: Mapping[Key, int]) -> Sizes | str:
+    def _built(self, entries: Mapping[Key, int]) -> ModelSizes | str:
         key = frozenset(entries.items())
         if key not in self._known:
             try:
@@ -136,7 +136,7 @@ class ConfigSearch:
     """
 
     def __init__(
-        self, model: nn.Module, wanted: Sizes | None = None, built: BuiltSizes | None = None
+        self, model: nn.Module, wanted: ModelSizes | None = None, built: BuiltSizes | None = None
     ) -> None:
         self.built = built or BuiltSizes(model)
         self.family, self.config = self.built.family, self.built.config

@@ -24,7 +24,7 @@ from ..tracing.tape import Op, Tape, Value
 from .config_entries import is_config, refusal_of, with_entries
 from .config_models import Config, convert_constants, plain_class, without_weights
 from .config_proof import changed_entries
-from .config_sizes import BuiltSizes, ConfigSearch, Sizes, sizes_of
+from .config_sizes import BuiltSizes, ConfigSearch, ModelSizes, sizes_of
 from .recipe import Recipe
 from .write_recipe import recipe_for
 
@@ -105,11 +105,11 @@ class ConfigTrials:
                     refused[width] = self.built.failure(entries)
         return {width: why for width, why in refused.items() if why}
 
-    def _wanted(self, recipe: Recipe) -> Sizes:
+    def _wanted(self, recipe: Recipe) -> ModelSizes:
         """Return the sizes that the part with a config has after a cut."""
         if recipe.constants or recipe.removed or recipe.heads:
             raise PruneError("this cut replaces layers, which a config cannot express")
-        wanted = Sizes(dict(self.sizes.shapes), dict(self.sizes.attributes))
+        wanted = ModelSizes(dict(self.sizes.shapes), dict(self.sizes.attributes))
         for name, tensor in self.part.state_dict(keep_vars=True).items():
             axes = recipe.slices.get(self._names.get(id(tensor), ""), {})
             wanted.shapes.update({(name, int(axis)): len(kept) for axis, kept in axes.items()})

@@ -24,14 +24,14 @@ from .precision import (
 from .proof import Proof, outputs, prove_equal, prove_fused_paths
 
 _DOUBLE = 1e-10  # the largest relative difference allowed in float64
-Cut = Callable[[nn.Module, bool], nn.Module]
+CutModel = Callable[[nn.Module, bool], nn.Module]
 
 
 def prove_cut(
     gated: nn.Module,
     small: nn.Module,
     example: Example,
-    cut: Cut,
+    cut: CutModel,
     tolerance: float = 1e-5,
 ) -> Proof:
     """Raise unless the pruned model equals the gated model.
@@ -86,7 +86,7 @@ def _answers_with_scalars(model: nn.Module, example: Example) -> bool:
 
 
 def _proved_on_reading(
-    gated: nn.Module, small: nn.Module, example: Example, cut: Cut, tolerance: float
+    gated: nn.Module, small: nn.Module, example: Example, cut: CutModel, tolerance: float
 ) -> Proof:
     """Compare a model of low precision, computed in float32, with one that is pruned in float32.
 
@@ -115,7 +115,7 @@ def _proved_wide(
     gated: nn.Module,
     small: nn.Module,
     example: Example,
-    cut: Cut,
+    cut: CutModel,
     wide: torch.dtype,
     tolerance: float,
 ) -> Proof:

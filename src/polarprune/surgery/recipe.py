@@ -19,7 +19,7 @@ OTHER_MODEL = (
     "The recipe belongs to another model; give a fresh instance of the class and settings that "
     "were pruned."
 )
-Sizes = dict[str, int | list[int]]  # attribute -> new value
+NewAttributes = dict[str, int | list[int]]  # attribute -> new value
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Recipe:
 
     shapes: dict[str, list[int]] = field(default_factory=dict)
     slices: dict[str, dict[str, list[int]]] = field(default_factory=dict)
-    attributes: dict[str, Sizes] = field(default_factory=dict)
+    attributes: dict[str, NewAttributes] = field(default_factory=dict)
     constants: list[str] = field(default_factory=list)
     identities: list[str] = field(default_factory=list)
     hollow: list[str] = field(default_factory=list)

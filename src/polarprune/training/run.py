@@ -26,7 +26,7 @@ from ..gates.sharding import (
     gathered_copy,
     install_in_sharded,
     shard_gates,
-    whole_model,
+    unsharded_model,
 )
 from ..surgery.proof import example_for
 from ..torch_internals.parallel import in_group, is_distributed, only_makes_state
@@ -87,7 +87,7 @@ class PruningRun:
         self.limits, self.lam, self.steps = limits, lam, steps
         self.multiple_of, self.uniform = multiple_of, uniform
         self._processes, self._trace = Processes(model), trace
-        whole = whole_model(model)
+        whole = unsharded_model(model)
         self.graph: Graph = trace(whole, example)
         check_prunable(self.graph)
         self._build_budget(whole)

@@ -22,7 +22,7 @@ from ...cost.timing import environment
 from ...errors import PruneError
 from ...files.model_file import save
 from ...files.writing import make_folder, replacing
-from ...plain_data import JsonObject
+from ...plain_data import JsonObject, RowHandler
 from ...torch_internals.markers import attached_recipe
 from ...torch_internals.process_settings import convolutions_tuned
 from ...training.pruner import Pruner
@@ -34,7 +34,7 @@ from ..processes import rank_and_count, wait_for_all
 from ..settings import Settings
 from .best_weights import BestWeights
 from .calibration import recalibrate, recalibrated
-from .card import Cost, Pruned, make_card
+from .card import CostOfAnExample, Pruned, make_card
 from .files import append, read_json, write_json
 from .rehearsal import WARM_UP, planned_costs, time_steps
 from .report_files import write_report
@@ -44,7 +44,6 @@ from .trainer import Trainer
 from .training_cost import Costs, costs_of_file, macs_of_an_example, metadata, with_total
 from .weights import copy_weights, load_weights, write_weights
 
-Progress = Callable[[JsonObject], None]
 CHECKPOINT_PAUSE = 60.0  # seconds, at least, between checkpoints
 _RECALIBRATED = 20  # batches: ε has moved on since the statistics were estimated
 _STAGES = ("baseline", "prune", "tune", "scratch")
@@ -71,7 +70,7 @@ class Run:
         out: Path,
         *,
         device: str = "cpu",
-        progress: Progress = lambda row: None,
+        progress: RowHandler = lambda row: None,
     ) -> None:
         self.settings, self.out, self.progress = settings, out, progress
         self.commit = commit()  # now: sources may change while this runs
@@ -354,7 +353,7 @@ class Run:
         costs = with_total(self.costs, needs_baseline=needs_baseline)
         return {"training_macs": costs, "epoch_examples": self.batches.examples}
 
-    def per_example(self, cost: Cost) -> Cost:
+    def per_example(self, cost: CostOfAnExample) -> CostOfAnExample:
         """Return the cost of one example, given that of the traced batch."""
         return {**cost, "macs": cost["macs"] // self.data.examples}
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from ...errors import PruneError
-from ...plain_data import JsonObject
+from ...plain_data import JsonObject, RowHandler
 from ...torch_internals.process_settings import cpu_threads
 from ..data.table import kind_of, open_data
 from ..data.task import Task
@@ -20,7 +20,7 @@ from ..settings import Settings
 from .files import read_json
 from .prune import prune, train_small
 from .pruned_file import widths_in
-from .run import Progress, Run
+from .run import Run
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Trial:
         return card.exists() and read_json(card)["recipe"]["tune_epochs"] == self.tune_epochs
 
 
-def run_trial(trial: Trial, progress: Progress) -> None:
+def run_trial(trial: Trial, progress: RowHandler) -> None:
     """Run a trial, or continue it from its last checkpoint; a finished one is not repeated.
 
     Args:
