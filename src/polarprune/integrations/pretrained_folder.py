@@ -137,7 +137,7 @@ def _prove(model: nn.Module, folder: Path, example: Example) -> None:
         gap = _gap(model, loaded, inputs, name)
         if gap is not None and not gap <= CLOSE:
             raise PruneError(
-                f"{_WHERE}: the model that was loaded {deviation(gap)} on {name}; at most "
+                f"{_WHERE}: the model that was loaded differs {deviation(gap)} on {name}; at most "
                 f"{CLOSE:.0e} is allowed. Nothing was written. {REMEDY}"
             )
     if getattr(model, "can_generate", bool)():

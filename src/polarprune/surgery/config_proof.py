@@ -114,7 +114,8 @@ def _difference_explained(model: nn.Module, config: Config, gap: float) -> str:
     names = [name for name, value in _constants(model) if _differs(value, built, name)]
     cause = f", perhaps because of {names[0]}" if names else ""
     return (
-        f"{_as_built(model, config)} has the right shapes, but {deviation(gap)}{cause}. {_FREEZE}"
+        f"{_as_built(model, config)} has the right shapes, but its outputs differ "
+        f"{deviation(gap)}{cause}. {_FREEZE}"
     )
 
 

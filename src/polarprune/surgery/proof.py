@@ -92,10 +92,8 @@ def relative_gap(a: Tensor, b: Tensor) -> float:
 
 
 def deviation(gap: float) -> str:
-    """Say by how much outputs differ; an infinite gap has no amount."""
-    if math.isfinite(gap):
-        return f"differs by {gap:.2g}"
-    return "differs (in the shapes or dtypes of its outputs, or in where they are not finite)"
+    """Say by how much outputs differ, or in what if the gap is infinite."""
+    return f"by {gap:.2g}" if math.isfinite(gap) else "in shape, dtype or finite elements"
 
 
 def prove_equal(
@@ -194,9 +192,9 @@ def _check_gap(gap: float, tolerance: float, where: str) -> None:
     """Raise if a difference is larger than allowed, or NaN."""
     if not gap <= tolerance:
         raise PruneError(
-            f"the pruned model {deviation(gap)} from the gated model (relative, {where}); at most "
-            f"{tolerance:.0e} is allowed. Nothing was exported. Please report this model, and "
-            f"freeze the affected part with keep=[...]."
+            f"the pruned model differs {deviation(gap)} from the gated model (relative, {where}); "
+            f"at most {tolerance:.0e} is allowed. Nothing was exported. Please report this model, "
+            f"and freeze the affected part with keep=[...]."
         )
 
 

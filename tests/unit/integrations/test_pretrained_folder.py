@@ -216,7 +216,7 @@ def test_a_class_that_reads_the_sizes_of_every_layer_gets_them(tmp_path: Path) -
 
 def test_a_scale_that_follows_from_the_hidden_size_is_refused(tmp_path: Path) -> None:
     small, example = halved("gemma", "stream")
-    with pytest.raises(pp.PruneError, match=r"hidden_size.* differs by .*tokens.*embed_scale"):
+    with pytest.raises(pp.PruneError, match=r"hidden_size.* differ by .*tokens.*embed_scale"):
         save_pretrained(small, tmp_path / "small", example)
     assert not list(tmp_path.iterdir())
 
