@@ -72,9 +72,7 @@ def test_a_scale_that_follows_from_a_width_is_refused(scaled: float) -> None:
     small = pruned(perceptrons(scaled=scaled), {"stages.0": [0, 1, 2]})
     assert small.config.stages == [8, 8]
     message = refusal(small)
-    assert (
-        "with stages.0 as pruned has the right shapes, but its outputs differ by" in message
-    )
+    assert "with stages.0 as pruned has the right shapes, but its outputs differ by" in message
     assert "perhaps because of scale" in message
 
 
