@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import polarprune as pp
+from polarprune import rules
+from polarprune.report.report import Report
 
 METHODS = {
     f"{owner.__name__}.{name}": method
@@ -20,8 +22,21 @@ METHODS = {
     if not name.startswith("_") and (inspect.isfunction(method) or isinstance(method, classmethod))
     if name not in ("forward", "eps", "begins", "deadline", "cap", "window_of", "memory_of", "path")
 }
-NAMES: dict[str, Any] = {name: getattr(pp, name) for name in pp.__all__} | METHODS
-RAISES_NOTHING = {"PruneError", "Pruner.cost", "Pruner.plan", "Pruner.report", "Gate.values"}
+RULES = {name: getattr(rules, name) for name in rules.__all__ if name[0].islower()}
+REPORT = {
+    f"Report.{name}": getattr(Report, name)
+    for name in ("to_json", "from_json", "snapshots", "to_markdown", "to_html")
+}
+NAMES: dict[str, Any] = {name: getattr(pp, name) for name in pp.__all__} | METHODS | RULES | REPORT
+RAISES_NOTHING = {
+    "PruneError",
+    "Pruner.cost",
+    "Pruner.plan",
+    "Pruner.report",
+    "Gate.values",
+    *RULES,
+}
+RAISES_NOTHING |= {"Report.to_markdown"}
 
 
 def text_of(name: str) -> str:
@@ -33,6 +48,13 @@ def parameters(thing: Callable[..., Any]) -> list[str]:
         return []
     given = inspect.signature(getattr(thing, "__func__", thing)).parameters
     return [name for name in given if name not in ("self", "cls")]
+
+
+def test_rules_and_reports_are_checked_too() -> None:
+    assert {"along", "because", "pointwise", "reduction", "same", "support"} == RULES.keys()
+    public = {name for name in vars(Report) if not name.startswith("_")}
+    methods = {name for name in public if callable(getattr(Report, name))}
+    assert {f"Report.{name}" for name in methods} == REPORT.keys()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -70,7 +92,12 @@ def resumed() -> dict[str, Any]:
     return {**fresh(), "state": fresh()["pruner"].state_dict()}
 
 
+def reported() -> dict[str, Any]:
+    return {"Report": Report, "report": trained()["pruner"].report()}
+
+
 SETUPS = {
+    **dict.fromkeys(REPORT, reported),
     "Pruner.param_groups": fresh,
     "Pruner.attach": fresh,
     "Pruner.step": fresh,
@@ -93,7 +120,7 @@ def test_the_example_of_a_public_name_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    if name.startswith("Pruner."):
+    if name.startswith(("Pruner.", "Report.")):
         scope = SETUPS.get(name, trained)()
     else:
         scope = {"torch": torch, "pp": pp, "Schedule": pp.Schedule, "Gate": pp.Gate}
