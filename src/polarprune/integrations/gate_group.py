@@ -15,9 +15,9 @@ def separate_gates(pruner: Pruner, optimizer: Optimizer, *, taken: bool = False)
     fixed fraction of the rate of the weights.
 
     Args:
-        pruner: its gates are moved.
-        optimizer: holds weights of the pruner's model, and perhaps gates among them.
-        taken: another optimizer has the gates; this one only loses those that it holds.
+        pruner: Its gates are moved.
+        optimizer: Holds weights of the pruner's model, and perhaps gates among them.
+        taken: Another optimizer has the gates; this one only loses those that it holds.
 
     Returns:
         Whether this optimizer has the gates now. It does not get them if it holds no weights of the

@@ -19,13 +19,13 @@ def watch(pruner: Pruner, logger: object, *, prefix: str = "pruning") -> None:
     numbers that includes the step. Lightning's loggers and MLflow get a call of `log_metrics`.
 
     Args:
-        pruner: the pruner to watch.
-        logger: a `SummaryWriter`, an object or module with `log(dict)` or
+        pruner: The pruner to watch.
+        logger: A `SummaryWriter`, an object or module with `log(dict)` or
             `log_metrics(dict, step=...)`, or a function that takes a dict.
-        prefix: put before every name, as in `pruning/macs`.
+        prefix: Put before every name, as in `pruning/macs`.
 
     Raises:
-        PruneError: if the logger is none of these.
+        PruneError: If the logger is none of these.
 
     Example:
         >>> rows = []

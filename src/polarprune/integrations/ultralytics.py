@@ -58,8 +58,8 @@ class Pruning(BaseTrainer):
     hold the small, plain model; only epochs that meet the budget can be the best.
 
     Attributes:
-        settings: arguments of `Pruner`. Without any, the model is trained as it is.
-        pruner: the `Pruner`, once the training has started.
+        settings: Arguments of `Pruner`. Without any, the model is trained as it is.
+        pruner: The `Pruner`, once the training has started.
     """
 
     settings: ClassVar[dict[str, Any]] = {}

@@ -43,10 +43,10 @@ def write_sizes(
     """Return a recipe with the slices and the attributes of modules, but without their code.
 
     Args:
-        model: the model to cut.
-        graph: what `trace` found.
-        alive: the units that are left.
-        only: the modules whose attributes are wanted; all of them by default.
+        model: The model to cut.
+        graph: What `trace` found.
+        alive: The units that are left.
+        only: The modules whose attributes are wanted; all of them by default.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     wanted = modules if only is None else {path: modules[path] for path in only}

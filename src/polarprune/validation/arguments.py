@@ -30,15 +30,15 @@ def check_settings(
     """Check the goal and the other settings of a run; return the budgets that were given.
 
     Args:
-        wanted: the budget for each resource, or None.
+        wanted: The budget for each resource, or None.
         lam: λ of the paper's plain mode, or None.
-        steps: the number of optimizer steps.
-        multiple_of: every kept width is a multiple of this number.
+        steps: The number of optimizer steps.
+        multiple_of: Every kept width is a multiple of this number.
         compact: None or "auto".
-        keep: patterns of module names.
+        keep: Patterns of module names.
 
     Raises:
-        PruneError: if a value is wrong, or the goal is missing or given twice.
+        PruneError: If a value is wrong, or the goal is missing or given twice.
     """
     keep_patterns(keep)
     if compact not in (None, "auto"):

@@ -96,11 +96,11 @@ def check_done(
     """Refuse an export before the budget is met.
 
     Args:
-        limits: the budgets; empty with `lam`.
-        share: the share of each resource that is left.
-        step: optimizer steps done.
-        steps: optimizer steps announced.
-        deadline: the step at which the budget will be met, or 0 if it has been.
+        limits: The budgets; empty with `lam`.
+        share: The share of each resource that is left.
+        step: Optimizer steps done.
+        steps: Optimizer steps announced.
+        deadline: The step at which the budget will be met, or 0 if it has been.
     """
     taken = f"{step} of {steps} steps were taken"
     now = ", ".join(f"{key} {share[key]:.3f} (budget {limit})" for key, limit in limits.items())
