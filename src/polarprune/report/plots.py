@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import PruneError
 from ..plain_data import JsonObject
+from ..validation.arguments import check_history
 from ..validation.optional_packages import optional_package
 from .facts import RESOURCE_NAMES, budget_percent
 
@@ -167,10 +167,7 @@ def save_gate_histogram(report: Report, path: str | PathLike[str]) -> None:
         PruneError: If the report has no history, or matplotlib is not installed.
     """
     rows = report.snapshots(7)
-    if not rows:
-        raise PruneError(
-            "save_gate_histogram: the report has no history; take it from pruner.report()."
-        )
+    check_history(rows)
     figure = _figure(2 * len(rows), 2.4)
     panels = figure.subplots(1, len(rows), sharey=True, squeeze=False)[0]
     for panel, row in zip(panels, rows, strict=True):

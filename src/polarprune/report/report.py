@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, field
-from numbers import Integral, Real
+from numbers import Real
 
 from ..errors import PruneError
 from ..plain_data import JsonObject
+from ..validation.arguments import check_snapshots
 from .page import html_page
 from .text import markdown, plain_text
 
@@ -140,8 +141,7 @@ class Report:
             >>> [row["step"] for row in report.snapshots(2)]
             [0, 50]
         """
-        if not isinstance(count, Integral) or count < 2:
-            raise PruneError(f"snapshots: count={count!r}; give an integer of at least 2.")
+        check_snapshots(count)
         last = len(self.history) - 1
         if last < count:
             return list(self.history)

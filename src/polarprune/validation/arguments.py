@@ -203,3 +203,17 @@ def check_new_file(file: Path, endings: Iterable[str]) -> None:
     if file.is_dir() or not file.parent.is_dir():
         what = "that is a folder" if file.is_dir() else f"there is no folder {file.parent}"
         raise PruneError(f"{file}: {what}; give another path.")
+
+
+def check_snapshots(count: object) -> None:
+    """Require a number of rows that has room for the first and the last."""
+    if not is_count(count) or count < 2:
+        raise PruneError(f"snapshots: count={count!r}; give an integer of at least 2.")
+
+
+def check_history(rows: Sequence[object]) -> None:
+    """Require a report with a history."""
+    if not rows:
+        raise PruneError(
+            "save_gate_histogram: the report has no history; take it from pruner.report()."
+        )
