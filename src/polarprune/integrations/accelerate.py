@@ -39,6 +39,10 @@ def optimizer_steps(accelerator: Accelerator, loader: Iterable[object], epochs: 
         PruneError: If the loader has no length.
 
     Example:
+        >>> import polarprune as pp
+        >>> from accelerate import Accelerator
+        >>> from polarprune.integrations.accelerate import optimizer_steps
+        >>> accelerator = Accelerator()
         >>> steps = optimizer_steps(accelerator, loader, epochs=10)
         >>> pruner = pp.Pruner(model, example, macs=0.5, steps=steps)
     """
@@ -72,6 +76,8 @@ def attach(
             `Pruner.attach` does.
 
     Example:
+        >>> from polarprune.integrations.accelerate import attach
+        >>> optimizer = torch.optim.SGD(pruner.param_groups(lr=0.1))
         >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         >>> attach(pruner, accelerator, optimizer, loader=loader, epochs=10)
     """

@@ -51,8 +51,10 @@ class PruningCallback(Callback):
         PruneError: From `trainer.fit`, as `Pruner` does; also if the number of steps is unknown.
 
     Example:
-        >>> pruning = PruningCallback(example, macs=0.5)
-        >>> trainer = lightning.Trainer(max_epochs=10, callbacks=[pruning])
+        >>> import lightning
+        >>> from polarprune.integrations.lightning import PruningCallback
+        >>> pruning = PruningCallback(example, module="net", macs=0.5)
+        >>> trainer = lightning.Trainer(max_epochs=5, callbacks=[pruning])
         >>> trainer.fit(module, loader)
         >>> small = pruning.export()
     """

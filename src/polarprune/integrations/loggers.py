@@ -28,6 +28,7 @@ def watch(pruner: Pruner, logger: object, *, prefix: str = "pruning") -> None:
         PruneError: If the logger is none of these.
 
     Example:
+        >>> from polarprune.integrations.loggers import watch
         >>> rows = []
         >>> watch(pruner, rows.append)
         >>> optimizer.step()

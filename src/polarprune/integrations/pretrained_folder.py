@@ -65,9 +65,11 @@ def save_pretrained(
             folder cannot be written. No files are left then.
 
     Example:
+        >>> from polarprune.integrations.transformers import save_pretrained
+        >>> from transformers import AutoModelForCausalLM
         >>> small = pruner.export()
         >>> save_pretrained(small, "small", example, processor=tokenizer)
-        >>> AutoModelForCausalLM.from_pretrained("small")
+        >>> small = AutoModelForCausalLM.from_pretrained("small")
     """
     model, folder = uncompiled(model), _checked(model, save_directory)
     example = example_for(example_inputs, next(model.parameters()), torch.float32)

@@ -59,8 +59,9 @@ class PruningTrainer(Trainer):
         PruneError: If the arguments exclude pruning; from `train`, as `Pruner` does.
 
     Example:
+        >>> from polarprune.integrations.transformers import PruningTrainer
         >>> trainer = PruningTrainer(model, args, train_dataset=data, pruning={"macs": 0.5})
-        >>> trainer.train()
+        >>> result = trainer.train()
         >>> small = trainer.export()
     """
 

@@ -51,7 +51,9 @@ class ConfigTrials:
         self.sizes = sizes_of(self.part)
         self._names = {id(tensor): name for name, tensor in named_tensors(model)}
         self._constants = dict(_constants(self._plain(self.part.config)))
-        self._numbers = list(_numbers(record(model, example, training=False, generates=False)))
+        self._arithmetic = list(
+            _arithmetic(record(model, example, training=False, generates=False))
+        )
 
     def config_for(self, widths: Mapping[str, int], *, runs: bool = True) -> Config:
         """Return a config for a model whose groups have these widths; all others stay.
@@ -135,7 +137,7 @@ class ConfigTrials:
         tape, error = attempt(self._around(plain), self.example, training=False, brief=True)
         if error is not None:
             return f"{family} does not run with the pruned sizes: {error}"
-        for before, after in zip_longest(self._numbers, _numbers(tape)):
+        for before, after in zip_longest(self._arithmetic, _arithmetic(tape)):
             if before is None or after is None or before[1] != after[1]:
                 where = f": {before[0].name} in {before[0].where}" if before else ""
                 return f"{family} computes with a number that depends on its sizes{where}"
@@ -184,7 +186,7 @@ def _with_part(model: nn.Module, path: list[str], part: nn.Module) -> nn.Module:
 # --- numbers and constants ------------------------------------------------------------------------
 
 
-def _numbers(tape: Tape) -> Iterator[_Arithmetic]:
+def _arithmetic(tape: Tape) -> Iterator[_Arithmetic]:
     """Yield the operations that are called with numbers or make constants, and what these are."""
     for op in tape.ops:
         arguments = op.func._schema.arguments

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import polarprune as pp
+from polarprune.errors import reason_given
 from polarprune.report.report import Report
 from polarprune.rewriting.interpreter import expect
 from polarprune.surgery.cut_proof import prove_cut
@@ -246,6 +247,13 @@ def test_a_run_says_which_modes_it_could_not_compare_and_why() -> None:
     line = "export() did not compare: train (the gated model does not run: ValueError: needs"
     assert line in str(report) and line in report.to_html()
     assert line in str(Report.from_json(report.to_json()))
+
+
+def test_a_reason_is_one_short_line_and_names_the_type_of_error() -> None:
+    assert reason_given(ValueError("no heads.\nmore")) == "ValueError: no heads"
+    assert reason_given(pp.PruneError("give one. ")) == "give one"
+    assert reason_given(KeyError()) == "KeyError"
+    assert len(reason_given(ValueError("x" * 10_000))) < 400
 
 
 def test_the_example_may_change_after_the_pruner_is_built() -> None:
