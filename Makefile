@@ -43,6 +43,7 @@ package: venv
 coverage: venv
 	$(BIN)/python -m pip install -c constraints.txt -e ".[dev,coverage]"
 	$(BIN)/python -m benchmarks.measure.model_coverage
+	$(BIN)/python -m benchmarks.pages.coverage_page
 
 # Figures, docs/results.md, docs/performance.md and a table of docs/transformers.md, from results/ and benchmarks/numbers/.
 figures: venv
@@ -51,7 +52,7 @@ figures: venv
 	$(BIN)/python -m benchmarks.pages.worth
 	$(BIN)/python -m benchmarks.pages.results
 	$(BIN)/python -m benchmarks.pages.performance
-	$(BIN)/python -m benchmarks.pages.transformers
+	$(BIN)/python -m benchmarks.pages.transformers_page
 
 # Leaves .venv and runs/ alone.
 clean:

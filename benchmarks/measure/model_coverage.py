@@ -2,8 +2,9 @@
 
 Every model of coverage_models.py runs in its own process, with limits on time and memory: it is
 traced, a random half of every prunable group is kept, and the cut model is compared in float64 with
-the masked one. As a control, one channel too many is removed. Writes docs/coverage.md and
-numbers/model_coverage.json, from which it resumes. Linux only (limits and peaks of memory):
+the masked one. As a control, one channel too many is removed. Writes numbers/model_coverage.json,
+from which it resumes; `benchmarks.pages.coverage_page` writes docs/coverage.md from it. Linux only
+(limits and peaks of memory):
 
     python -m benchmarks.measure.model_coverage                         # all not stored yet
     python -m benchmarks.measure.model_coverage 'resnet*' 'timm/vit_*'  # these models again
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import coverage_models
-from benchmarks.pages.coverage import passed, write_page
+from benchmarks.measure.coverage_verdicts import passed
 from benchmarks.store import read_numbers, write_numbers
 
 NAME = "model_coverage"
@@ -93,7 +94,7 @@ def look(model: Any, example: Any, norms: bool) -> dict[str, Any]:
     with measured(spent, "cut"):
         small = pp.shrink(masked, graph, plan)
     with StaysDouble():
-        found = prove_equal(masked, small, inputs, 1e-10)
+        found = prove_equal(masked, small, inputs, 1e-10).differences
         gap = control(masked, graph, plan, inputs)
     del masked
     total = sum(group.size for group in graph.groups.values())
@@ -175,7 +176,6 @@ def main(patterns: list[str], jobs: int) -> None:
     wanted = [name for name in coverage_models.names() if matches(name, patterns, store["models"])]
     run([name for name in wanted if not is_big(name)], jobs, store)
     run([name for name in wanted if is_big(name)], 1, store)
-    write_page(store)
 
 
 def here() -> str:
@@ -205,7 +205,6 @@ def run(names: list[str], jobs: int, store: dict[str, Any]) -> None:
             store["models"][name] = {**row, "where": here()}
             print(name, "passes" if passed(row) else f"FAILS {row.get('error', row)}", flush=True)
             write_numbers(NAME, store)
-            write_page(store)
 
 
 if __name__ == "__main__":

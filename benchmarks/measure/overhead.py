@@ -252,7 +252,7 @@ def machine(device: str) -> str:
     if device == "cuda":
         return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16"
     threads = torch.get_num_threads()
-    cores = f"{os.cpu_count()} cores, {threads} threads"
+    cores = f"{os.cpu_count()} cores, {threads} thread{'s' * (threads != 1)}"
     return f"{platform.machine()}, {cores}, torch {torch.__version__}"
 
 

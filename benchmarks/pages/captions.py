@@ -114,7 +114,7 @@ def lasso() -> str:
     return (
         f"With group lasso, the norms of the channels spread over their whole range: "
         f"{between(norms):.1%} lie between the lowest and the highest twentieth, and only {empty} "
-        f"of the 18 bins there are empty. So somebody has to choose a threshold. GDP's gates need "
+        f"of the 18 bins there are empty. So a threshold has to be chosen. GDP's gates need "
         f"none: they end at 0 or above 0.95 by construction. Removal costs {lost[0]:.2f} points of "
         f"accuracy with group lasso and {lost[1]:.2f} with GDP. {verdict(lost[0] > lost[1])}"
     )

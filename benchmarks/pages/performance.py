@@ -12,6 +12,11 @@ from benchmarks.store import DOCS, read_numbers
 PAGE = DOCS / "performance.md"
 
 
+def threads(row: dict[str, Any]) -> str:
+    """Return on how many threads a row was measured, as text."""
+    return f"{row['threads']} thread{'s' * (row['threads'] != 1)}"
+
+
 def overhead() -> list[str]:
     lines = [
         "## Cost of a gated training step",
@@ -36,7 +41,7 @@ def overhead() -> list[str]:
             f"| {name} | {batch} | {row['way']} | {row['milliseconds']['plain']:.1f} | "
             f"**{ratio['gated']:.3f}** | {ratio['naive']:.3f} | {memory} | "
             f"{len(row['turns']['plain'])} | "
-            f"{row['machine']} |"
+            f"{row['machine'].replace(' 1 threads', ' 1 thread')} |"
         )
     return lines
 
@@ -62,7 +67,7 @@ def shrinking() -> list[str]:
     rows = read_numbers("shrinking")
     for name, row in rows.items():
         batch = " × ".join(map(str, row["shape"]))
-        machine = f"{row['machine']}, {row['threads']} threads, torch {row['versions']['torch']}"
+        machine = f"{row['machine']}, {threads(row)}, torch {row['versions']['torch']}"
         outside = row["setup"] + row["beside"]["pruned"] + row["export"]
         lines.append(
             f"| {name} | {batch} | {row['multiple_of']} | {row['steps']:,} | "
@@ -160,7 +165,7 @@ def _blocked(name: str, why: dict[str, dict[str, float]]) -> str:
 def _machine(device: str, rows: list[dict[str, Any]]) -> str:
     found: dict[str, set[str]] = {}
     for row in rows:
-        how = f"float32, {row['threads']} thread(s), {row['instructions']}"
+        how = f"float32, {threads(row)}, {row['instructions']}"
         versions = {key: f"{key} {value}" for key, value in row["versions"].items()}
         run = {"": row["machine"], "how": "bfloat16" if device == "cuda" else how, **versions}
         for key, value in run.items():
@@ -197,7 +202,7 @@ def default_widths() -> list[str]:
     any_row = next(iter(found.values()), None)
     if any_row is not None:
         versions = ", ".join(f"{key} {value}" for key, value in any_row["versions"].items())
-        lines += ["", f"{any_row['machine']}, {any_row['threads']} thread, {versions}."]
+        lines += ["", f"{any_row['machine']}, {threads(any_row)}, {versions}."]
     return lines
 
 
@@ -224,7 +229,7 @@ def latency() -> list[str]:
     for name, row in read_numbers("latency").items():
         seen = row.get("shares", [])
         spread = f" ({min(seen):.3f}–{max(seen):.3f})" if seen else ""
-        machine = f"{row['machine']}, {row['threads']} threads, torch {row['versions']['torch']}"
+        machine = f"{row['machine']}, {threads(row)}, torch {row['versions']['torch']}"
         lines.append(
             f"| {name} | {row['batch']} | {row['milliseconds']['before']:.1f} | {row['latency']} | "
             f"**{row['share']:.3f}**{spread} | {row['off']:+.1%} | {row['macs']:.1%} | "
@@ -284,7 +289,7 @@ def tracing() -> list[str]:
         f"Time of `trace` for transformers, by number of blocks: {', '.join(each)} "
         f"(×{growth:.1f} for ×{more:.0f} blocks).",
         "",
-        f"{found['machine']}, {found['threads']} threads, torch {versions['torch']}, "
+        f"{found['machine']}, {threads(found)}, torch {versions['torch']}, "
         f"Torch-Pruning {versions['torch-pruning']}, torchvision {versions['torchvision']}, "
         f"transformers {versions['transformers']}.",
     ]
@@ -311,7 +316,7 @@ def proximal() -> list[str]:
         "|---|---|---|---|---|",
     ]
     for row in read_numbers("proximal").values():
-        machine = f"{row['machine']}, {row['threads']} threads, torch {row['versions']['torch']}"
+        machine = f"{row['machine']}, {threads(row)}, torch {row['versions']['torch']}"
         cases = row["milliseconds"].items()
         for case, value in sorted(cases, key=lambda item: (int(item[0].split()[0]), item[0])):
             limit = row["limit"]
@@ -408,7 +413,7 @@ def quantized() -> list[str]:
 def quantized_on(rows: Iterable[dict[str, Any]]) -> list[str]:
     """Return where the networks were quantized."""
     found = (
-        f"{row['machine']}, {row['threads']} threads, "
+        f"{row['machine']}, {threads(row)}, "
         + "".join(f"{name} {version}, " for name, version in row["versions"].items())
         + f"torchao {row['torchao']}"
         for row in rows

@@ -64,8 +64,8 @@ def kinds(rows: Iterable[Row]) -> list[list[Row]]:
     """Return lists of runs that differ only in the budget, largest budget first."""
     found: dict[str, list[Row]] = {}
     for row in rows:
-        recipe = row["recipe"]
-        key = [row["network"], recipe["epochs"], row["images"], row["size"], recipe["seed"]]
+        run = row["recipe"]
+        key = [row["network"], run["epochs"], row["images"], row["size"], run["seed"]]
         found.setdefault(json.dumps(key), []).append(row)
     return [sorted(kind, key=lambda row: -float(row["macs"])) for kind in found.values()]
 
@@ -229,9 +229,9 @@ def settings(name: str) -> Row:
     return {**card(name)["recipe"], "budget": card(name).get("budget")}
 
 
-def deadline(recipe: Row) -> int:
+def deadline(run: Row) -> int:
     """Return the epoch in which the budget has to be met."""
-    return math.ceil(recipe["schedule"]["done"] * recipe["epochs"])
+    return math.ceil(run["schedule"]["done"] * run["epochs"])
 
 
 def cut(name: str) -> dict[str, float]:
@@ -272,10 +272,10 @@ class Long(NamedTuple):
 
 def long_run(name: str) -> Long:
     """Read the steering of a run off its log."""
-    recipe, rows = settings(name), log(name)
-    schedule, limit = Schedule(**recipe["schedule"]), recipe["budget"]["macs"]
-    per_epoch = IMAGES // recipe["batch"]
-    steps = recipe["epochs"] * per_epoch
+    run, rows = settings(name), log(name)
+    schedule, limit = Schedule(**run["schedule"]), run["budget"]["macs"]
+    per_epoch = IMAGES // run["batch"]
+    steps = run["epochs"] * per_epoch
     planned = [path(schedule, row["epoch"] * per_epoch, steps, limit) for row in rows]
     apart = [row["macs"] - plan for row, plan in zip(rows, planned, strict=True)]
     ratios = loss_ratios(rows)
@@ -326,10 +326,10 @@ def present() -> list[str]:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, one in found.items():
-        recipe = settings(name)
+        run = settings(name)
         more = "–" if one.beyond is None else f"{one.beyond:.2f}"
         lines.append(
-            f"| {name} | {recipe['epochs']} | {recipe['budget']['macs']:.2%} | {one.apart:+.2f} "
+            f"| {name} | {run['epochs']} | {run['budget']['macs']:.2%} | {one.apart:+.2f} "
             f"points | {one.drop:.2f} points | {one.usual:.2f} points | {one.ratio:.2f} | {more} | "
             f"{'epoch' if one.pause == 1 else f'{one.pause} epochs'} |"
         )

@@ -1,8 +1,11 @@
-"""Train-time structured pruning to a preset budget, with an exported model proved equal.
+"""Structured pruning to a preset budget while a model trains.
+
+The exported model computes the same function as the trained one, up to floating-point rounding;
+every export compares the two.
 
 A package or module of this folder imports only those before it in this list: errors,
-torch_internals, validation, tracing, channels, rules, rewriting, surgery, cost, gates, analysis,
-report, training, files, integrations, factories, experiments, cli.
+plain_data, torch_internals, validation, tracing, channels, rules, rewriting, surgery, cost, gates,
+analysis, report, training, files, integrations, experiments, cli.
 """
 
 from .analysis.trace import trace

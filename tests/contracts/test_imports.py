@@ -21,7 +21,16 @@ import polarprune
 ROOT = Path(polarprune.__file__).parent
 ORDER: dict[str, list[str]] = {
     "errors": [],
-    "torch_internals": ["class_swaps", "markers", "parallel", "patches", "refused_methods"],
+    "plain_data": [],
+    "torch_internals": [
+        "class_swaps",
+        "fused_encoders",
+        "markers",
+        "parallel",
+        "patches",
+        "process_settings",
+        "refused_methods",
+    ],
     "validation": [
         "models",
         "numbers",
@@ -100,6 +109,7 @@ ORDER: dict[str, list[str]] = {
         "replacement_layers",
         "write_recipe",
         "config_models",
+        "config_entries",
         "config_sizes",
         "config_proof",
         "config_trials",
@@ -155,6 +165,7 @@ ORDER: dict[str, list[str]] = {
     ],
     "files": ["deployment", "untrusted", "old_versions", "writing", "model_file"],
     "integrations": [
+        "factories",
         "gate_group",
         "refusals",
         "loggers",
@@ -165,7 +176,6 @@ ORDER: dict[str, list[str]] = {
         "transformers",
         "ultralytics",
     ],
-    "factories": [],
     "experiments": ["networks", "processes", "settings", "data", "methods", "presets", "runs"],
     "cli": [
         "arguments",

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
+BENCHMARKS = TESTS.parent / "benchmarks"
+SCRIPTS = sorted(BENCHMARKS.rglob("*.py"))
 PACKAGES = TESTS.parent / "src" / "polarprune"
 SOURCES = sorted(TESTS.rglob("*.py"))
 # Some tools are not installed everywhere; a file with one of these names hides them all the same.
@@ -40,7 +42,7 @@ def from_tests(source: str) -> list[str]:
 
 
 def shown(path: Path) -> str:
-    return path.relative_to(TESTS).as_posix()
+    return path.relative_to(TESTS.parent).as_posix()
 
 
 def test_no_test_imports_from_another_test() -> None:
@@ -74,7 +76,22 @@ def test_no_test_patches_the_search_path() -> None:
 
 def test_no_file_has_the_name_of_a_well_known_package() -> None:
     assert {"torch", "pytest", "coverage", "code", "json"} <= WELL_KNOWN
-    assert [shown(path) for path in SOURCES if path.stem in WELL_KNOWN - {"__main__"}] == []
+    names = WELL_KNOWN - {"__main__"}
+    assert [shown(path) for path in [*SOURCES, *SCRIPTS] if path.stem in names] == []
+
+
+def test_what_measures_does_not_depend_on_the_pages_that_show_it() -> None:
+    measure = [path for path in SCRIPTS if path.parent.name == "measure"]
+    assert len(measure) > 20
+    found = {
+        shown(path): [
+            name
+            for name in imported(ast.parse(path.read_text(encoding="utf-8")))
+            if name.startswith(("benchmarks.pages", "..pages"))
+        ]
+        for path in measure
+    }
+    assert {path: names for path, names in found.items() if names} == {}
 
 
 def test_every_package_has_a_folder_of_tests() -> None:

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import polarprune as pp
+from polarprune import rules
+from polarprune.report.report import Report
 
 
 def methods(owner: type) -> dict[str, Callable[..., Any]]:
@@ -25,7 +27,9 @@ def methods(owner: type) -> dict[str, Callable[..., Any]]:
 
 
 METHODS = methods(pp.Pruner) | methods(pp.Schedule) | methods(pp.Gate)
-NAMES: dict[str, Any] = {name: getattr(pp, name) for name in pp.__all__} | METHODS
+RULES = {name: getattr(rules, name) for name in rules.__all__ if name[0].islower()}
+REPORT = methods(Report)
+NAMES: dict[str, Any] = {name: getattr(pp, name) for name in pp.__all__} | METHODS | RULES | REPORT
 RAISES_NOTHING = {
     "PruneError",
     "Pruner.cost",
@@ -33,6 +37,8 @@ RAISES_NOTHING = {
     "Pruner.report",
     "Gate.values",
     *(methods(pp.Schedule).keys() - {"Schedule.paper"}),
+    *RULES,
+    "Report.to_markdown",
 }
 
 
@@ -51,6 +57,11 @@ def returns_something(thing: Callable[..., Any]) -> bool:
     if inspect.isclass(thing):
         return False
     return inspect.signature(thing).return_annotation not in (None, "None")
+
+
+def test_rules_and_reports_are_checked_too() -> None:
+    assert {"along", "because", "pointwise", "reduction", "same", "support"} == RULES.keys()
+    assert {"Report.to_json", "Report.from_json", "Report.snapshots"} < REPORT.keys()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -109,7 +120,12 @@ def resumed() -> dict[str, Any]:
     return {**fresh(), "state": fresh()["pruner"].state_dict()}
 
 
+def reported() -> dict[str, Any]:
+    return {"Report": Report, "report": trained()["pruner"].report()}
+
+
 SETUPS = {
+    **dict.fromkeys(REPORT, reported),
     "Pruner.param_groups": fresh,
     "Pruner.attach": fresh,
     "Pruner.step": fresh,
@@ -132,7 +148,7 @@ def test_the_example_of_a_public_name_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    if name.startswith("Pruner."):
+    if name.startswith(("Pruner.", "Report.")):
         scope = SETUPS.get(name, trained)()
     else:
         scope = {"torch": torch, "pp": pp, "Schedule": pp.Schedule, "Gate": pp.Gate}

@@ -19,7 +19,7 @@ from polarprune.experiments.data.table import open_data
 from polarprune.experiments.runs.pruned_file import original, rebuild
 from polarprune.experiments.runs.run import Run
 from polarprune.experiments.settings import Settings
-from polarprune.factories import make_model, published_model
+from polarprune.integrations.factories import make_model, published_model
 from tests.helpers.cifar import runner, written
 from tests.helpers.own_model import Own
 

@@ -20,7 +20,7 @@ from polarprune.experiments.data.own import open_own
 from polarprune.experiments.data.task import Task
 from polarprune.experiments.presets import own_settings
 from polarprune.experiments.runs import referee, referee_results
-from polarprune.experiments.runs.intervals import Difference, difference, t_quantile
+from polarprune.experiments.runs.intervals import Difference, difference
 from polarprune.experiments.runs.referee import Entry, entries, epochs_of, obstacle
 from polarprune.experiments.runs.run import Run
 from tests.helpers.cifar import images, runner
@@ -184,13 +184,6 @@ def test_rows_are_every_method_in_every_way() -> None:
 
 
 # --- the verdict ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("freedom", "t"), [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (9, 2.262), (60, 2.000)]
-)
-def test_students_t(freedom: int, t: float) -> None:
-    assert t_quantile(freedom) == pytest.approx(t, abs=5e-4)
 
 
 def test_the_interval_of_a_difference_is_students() -> None:

@@ -145,7 +145,7 @@ def test_heads_are_prunable_with_the_cache_on(name: str) -> None:
     }
     assert not any("cache" in group.reason for group in graph.groups.values())
     with StaysDouble():
-        gaps = prove_equal(masked, small, example, 1e-10)
+        gaps = prove_equal(masked, small, example, 1e-10).differences
     assert gaps.keys() == {"eval", ONE_MORE_TOKEN, "train"}
     for cached in (True, False):
         given = {k: x for k, x in example.items() if not k.startswith("decoder")}

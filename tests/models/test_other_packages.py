@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.measure import coverage_models, model_coverage
-from benchmarks.pages import coverage as coverage_page
+from benchmarks.measure import coverage_models, coverage_verdicts, model_coverage
 
 # For each model, the lists of equal blocks of which two are enough here.
 MODELS: dict[str, list[str]] = {
@@ -67,5 +66,5 @@ def test_model_is_cut_exactly_and_by_much(name: str) -> None:
     row = {"kind": kind, **model_coverage.look(model, example, norms=False)}
     if kind in ("transformer", "hybrid") or "convnext" in name:
         row["stream"] = model_coverage.look(model, example, norms=True)
-    assert coverage_page.passed(row), {key: row[key] for key in row if key != "reasons"}
-    assert coverage_page.small_enough(row) == (name not in NOT_LOW), row["macs"]
+    assert coverage_verdicts.passed(row), {key: row[key] for key in row if key != "reasons"}
+    assert coverage_verdicts.small_enough(row) == (name not in NOT_LOW), row["macs"]

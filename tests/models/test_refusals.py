@@ -278,7 +278,7 @@ def test_a_refusal_says_what_norms_would_open(norm: Any, width: int, opens: int)
     graph = pp.trace(net, x)
     assert not graph.prunable and graph.with_norms == opens
     assert f"note: norms=True may make {opens} more channels prunable" in str(graph)
-    with pytest.raises(pp.PruneError, match=f"norms=True may open {opens} channels"):
+    with pytest.raises(pp.PruneError, match=f"norms=True may make {opens} channels prunable"):
         pp.Pruner(net, x, macs=0.5, steps=10)
     assert sum(group.size for group in pp.trace(net, x, norms=True).prunable.values()) == opens
 

@@ -31,6 +31,7 @@ from ..tracing.generation import CannotContinue
 from ..tracing.model_state import Example, named_tensors, on_host
 from ..tracing.recorder import record
 from ..tracing.tape import Tape
+from ..validation.arguments import check_keep
 
 
 class Inspection:
@@ -255,11 +256,7 @@ class Inspection:
                 for tensor, _ in named_tensors(self.model)
                 if _matches(module_of(tensor), pattern)
             ]
-            if not hits:
-                raise PruneError(
-                    f"keep: no module with parameters matches {pattern!r}. Names are as in "
-                    f"model.named_modules(); * matches anything."
-                )
+            check_keep(pattern, hits)
             found += hits
         return found
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..channels.graph import FROZEN, Graph, Group, module_of
 from ..channels.propagation import Contraction
-from ..errors import PruneError
+from ..validation.plans import check_uniform
 
 _LAYERS = 2  # with weight matrices, in a module that counts as a block
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -59,7 +59,8 @@ def with_families(graph: Graph, model: nn.Module, uniform: bool | Sequence[str])
     else:
         positions = _by_pattern(graph, uniform)
     sets = _of_one_size(graph, positions)
-    _check_found(graph, uniform, sets)
+    found = {position.name for (position, _), names in sets.items() if len(names) > 1}
+    check_uniform(uniform, found, graph.prunable)
     graph = _with_pinned(replace(graph, families=_named(sets)), positions, sets)
     return _with_equal_minimums(graph.with_minimum(_behind_families(graph)))
 
@@ -153,27 +154,6 @@ def _named(sets: _Sets) -> Families:
         if len(names) > 1:
             found[name] = tuple(names)
     return found
-
-
-def _check_found(graph: Graph, uniform: bool | Sequence[str], sets: _Sets) -> None:
-    """Refuse patterns, or a model, without a family."""
-    found = {position.name for (position, _), names in sets.items() if len(names) > 1}
-    if isinstance(uniform, bool):
-        if not found:
-            raise PruneError(
-                "uniform=True: no two prunable groups are at the same position of repeated blocks, "
-                "that is of modules in a ModuleList, Sequential or ModuleDict. Give patterns of "
-                "names of groups, such as uniform=['block*.conv1'], or leave uniform out."
-            )
-        return
-    for pattern in uniform:
-        if pattern not in found:
-            some = ", ".join(list(graph.prunable)[:4])
-            raise PruneError(
-                f"uniform: {pattern!r} matches no two prunable groups of the same size; a group "
-                f"belongs to the first pattern that matches it. Give patterns of names of groups "
-                f"({some}, …: print(polarprune.trace(model, example)) lists them), or uniform=True."
-            )
 
 
 # --- minimums that hold for whole families --------------------------------------------------------

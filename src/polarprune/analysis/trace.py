@@ -18,7 +18,6 @@ from ..channels.graph import Graph
 from ..channels.propagation import Rule
 from ..channels.rules.table import RULES
 from ..cost.resources import add_extras
-from ..errors import PruneError
 from ..rewriting.forward_weights import find, without_computed_weights
 from ..rewriting.installed_forward import fixed_values
 from ..rewriting.parametrizations import by_hooks, computed, is_gated
@@ -26,7 +25,7 @@ from ..rewriting.remove_branches import removed_with_groups
 from ..rewriting.symbolic_graphs import graphs_cached
 from ..torch_internals.patches import exclusive
 from ..tracing.model_state import Example, as_call, named_tensors, on_host
-from ..validation.arguments import checked_reasons, checked_rules, keep_patterns
+from ..validation.arguments import check_tracing, checked_reasons, checked_rules, keep_patterns
 from ..validation.models import check_example, check_model
 from ..validation.plans import check_groups
 from .confirm import confirm
@@ -107,20 +106,17 @@ def survey(
         uniform: Which groups keep equally many units (see `repeated_blocks`).
         frozen: Names of groups that are frozen, each with the reason.
     """
-    patterns, own, whole = keep_patterns(keep), checked_rules(rules), checked_reasons(frozen)
-    if not isinstance(norms, bool):
-        raise PruneError(f"norms={norms!r}: give True or False.")
-    if type(min_channels) is not int or min_channels < 0:
-        raise PruneError(f"min_channels={min_channels!r}: give a number of channels, 0 or more.")
+    patterns, own, reasons = keep_patterns(keep), checked_rules(rules), checked_reasons(frozen)
+    check_tracing(norms, min_channels)
     _check_inputs(model, example)
     weights, remarks = find(model, example), by_hooks(model)
     forward_weights = weights.found
     names = computed(model) + [f"{path}.{one.leaf}" for path, one in forward_weights.items()]
     model = without_computed_weights(model, forward_weights)
     inspection = Inspection(model, example, patterns, {**RULES, **own}, norms, min_channels)
-    inspection.frozen.update(whole)
+    inspection.frozen.update(reasons)
     graph = _confirmed(inspection, compare_outputs)
-    check_groups("frozen", whole, graph.groups)
+    check_groups("frozen", reasons, graph.groups)
     held = {path: fixed_values(model.get_submodule(path)) for path in graph.rewritten}
     frozen = {name: group.reason for name, group in graph.groups.items() if group.frozen}
     graph = replace(

@@ -130,14 +130,40 @@ def _connected(root: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def along(vector: Tensor, axis: int, dim: int) -> Tensor:
-    """Return a vector of labels as a layer of a tensor with `dim` axes, varying along `axis`."""
+    """Return a vector of labels as a layer that varies along one axis.
+
+    Args:
+        vector: A label for each index of the axis.
+        axis: The axis.
+        dim: How many axes the tensor has.
+
+    Returns:
+        The labels with size 1 along all other axes.
+
+    Example:
+        >>> from polarprune.rules import along
+        >>> along(torch.arange(8), 1, 4).shape
+        torch.Size([1, 8, 1, 1])
+    """
     shape = [1] * dim
     shape[axis] = -1
     return vector.reshape(shape)
 
 
 def support(layer: Tensor) -> tuple[int, ...]:
-    """Return the axes along which a layer varies."""
+    """Return the axes along which a layer varies.
+
+    Args:
+        layer: A layer of labels.
+
+    Returns:
+        The axes, in their order.
+
+    Example:
+        >>> from polarprune.rules import support
+        >>> support(torch.zeros(1, 8, 1, 1))
+        (1,)
+    """
     return tuple(axis for axis, size in enumerate(layer.shape) if size > 1)
 
 

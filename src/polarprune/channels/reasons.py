@@ -28,6 +28,21 @@ def because(op: Op, fact: str, *, detail: str = "", remedy: str = "") -> str:
         fact: what it does to the channels.
         detail: which tensor is concerned.
         remedy: what the user can do to make the channels prunable.
+
+    Returns:
+        The reason, which names the module and the source line of the operation.
+
+    Example:
+        >>> from polarprune.rules import because
+        >>> def opaque(flow, op):
+        ...     flow.freeze(op.args[0], because(op, "the channels are sorted"))
+        >>> class Sorted(torch.nn.Linear):
+        ...     def forward(self, x):
+        ...         return super().forward(x).erfc()
+        >>> model = torch.nn.Sequential(Sorted(4, 8), torch.nn.Linear(8, 2))
+        >>> graph = pp.trace(model, torch.randn(1, 4), rules={torch.ops.aten.erfc: opaque})
+        >>> print(graph.groups["0"].reason)
+        the channels are sorted in 0 ...
     """
     text = f"{fact} in {op.where}"
     text += f": {detail}" if detail else ""

@@ -9,7 +9,7 @@ import typer
 from torch import Tensor
 
 from ..errors import PruneError
-from ..factories import FORMS
+from ..integrations.factories import FORMS
 
 ModelArgument = Annotated[str, typer.Argument(help=FORMS)]
 ModelOption = Annotated[str, typer.Option(help=f"the original model, if it is your own: {FORMS}")]

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..errors import PruneError
-from ..report.facts import JsonObject
+from ..plain_data import JsonObject
 
 console = Console(emoji=False)
 

@@ -6,7 +6,7 @@ scikit-learn contains the data (1,797 images of 8×8), so nothing is downloaded.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,12 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cost.timing import compare_speed, environment
-from ..report.facts import JsonObject
+from ..plain_data import JsonObject, RowHandler
 from ..report.report import Report
 from ..training.pruner import Pruner
 from ..validation.optional_packages import optional_package
-
-Progress = Callable[[JsonObject], None]
 
 
 class Block(nn.Module):
@@ -128,7 +126,7 @@ class Settings:
 class Demo:
     """One run of the demonstration: train, prune while training, export, compare, fine-tune."""
 
-    def __init__(self, settings: Settings, progress: Progress = lambda row: None) -> None:
+    def __init__(self, settings: Settings, progress: RowHandler = lambda row: None) -> None:
         torch.manual_seed(settings.seed)
         self.settings, self.progress = settings, progress
         self.data = load_digits()
@@ -149,10 +147,10 @@ class Demo:
         unpruned, baseline = copy.deepcopy(self.model), accuracy(self.model, self.data)
         pruner = self.prune()
         small = pruner.export()
-        whole, left = pruner.graph.cost.original(), pruner.cost()
+        original, left = pruner.graph.cost.original(), pruner.cost()
         table = [
-            _row("before pruning", baseline, whole),
-            _row("before removal", accuracy(self.model, self.data), whole),
+            _row("before pruning", baseline, original),
+            _row("before removal", accuracy(self.model, self.data), original),
             _row("after removal", accuracy(small, self.data), left),
         ]
         results = {**compare(self.model, small, self.data.test_x), **environment()}

@@ -21,7 +21,7 @@ from ..experiments.runs.run import Run
 from ..experiments.runs.start import check_network
 from ..experiments.runs.trials import prepare, run_to_end
 from ..experiments.settings import Settings
-from ..report.facts import JsonObject
+from ..plain_data import JsonObject
 from .arguments import AsJson, ModelOption
 from .console import console, device_of, fail, say, say_json, texts_on_stderr
 from .referee import referee
@@ -182,8 +182,8 @@ def evaluate(
 
 def _data_settings(card: JsonObject) -> Settings:
     """Return what a card says about the data that its network is for."""
-    recipe = card.get("recipe")
-    told = recipe if isinstance(recipe, dict) else {}
+    settings = card.get("recipe")
+    told = settings if isinstance(settings, dict) else {}
     sizes = {key: told[key] for key in ("crop", "side", "context") if key in told}
     return Settings(card["network"], told.get("data", "cifar10"), **sizes)
 

@@ -17,9 +17,10 @@ from ..channels.graph import Graph
 from ..channels.group_table import state_of
 from ..cost.timing import Timing, environment, side_by_side
 from ..errors import PruneError
-from ..factories import make_model
 from ..files.deployment import FORMATS, deploy
 from ..files.model_file import load, read_card
+from ..integrations.factories import make_model
+from ..torch_internals.process_settings import cpu_threads
 from .arguments import AsJson, ModelArgument, ModelOption, ShapeOptions, inputs_from
 from .console import console, device_of, fail, say, say_json
 from .lazy import experiments
@@ -120,19 +121,21 @@ def bench(
     """Measure the latency of a model and of its pruned versions."""
     try:
         device = device_of(device)
-        _set_threads(threads)
+        _check_threads(threads)
         if runs < 1:
             raise PruneError(f"--runs {runs}: give at least 1.")
         models = {name: one.to(device) for name, one in _models(model, small or []).items()}
         inputs = tuple(x.to(device) for x in inputs_from(shape))
-        found = _timed(models, inputs, runs, f"{model}: it does not run on --shape {shape}")
+        with cpu_threads(threads):
+            threads = torch.get_num_threads()
+            found = _timed(models, inputs, runs, f"{model}: it does not run on --shape {shape}")
     except PruneError as error:
         fail(error)
     if as_json:
-        say_json(_timing_facts(found, runs, device))
+        say_json(_timing_facts(found, runs, device, threads))
         return
     _show_timings(found)
-    used = f", {torch.get_num_threads()} threads" if device == "cpu" else ""
+    used = f", {threads} thread{'s' * (threads > 1)}" if device == "cpu" else ""
     console.print(
         f"median of {runs} runs ± half of the distance between the quartiles, batch of "
         f"{next(iter(found.values())).batch}; "
@@ -141,10 +144,9 @@ def bench(
     )
 
 
-def _set_threads(threads: int) -> None:
+def _check_threads(threads: int) -> None:
     if not 0 <= threads <= (os.cpu_count() or 1):
         raise PruneError(f"--threads {threads}: give a number from 0 to {os.cpu_count()}.")
-    torch.set_num_threads(threads or torch.get_num_threads())
 
 
 def _models(factory: str, files: Sequence[Path]) -> dict[str, nn.Module]:
@@ -188,7 +190,9 @@ def _timing_cells(timing: Timing, first: Timing) -> list[str]:
     ]
 
 
-def _timing_facts(found: dict[str, Timing], runs: int, device: str) -> dict[str, object]:
+def _timing_facts(
+    found: dict[str, Timing], runs: int, device: str, threads: int
+) -> dict[str, object]:
     """Return what the table of timings shows, as plain data."""
     first = next(iter(found.values()))
     models = {
@@ -203,4 +207,4 @@ def _timing_facts(found: dict[str, Timing], runs: int, device: str) -> dict[str,
         for name, timing in found.items()
     }
     conditions = {"runs": runs, "batch": first.batch, "device": device}
-    return {"models": models, **conditions, "threads": torch.get_num_threads(), **environment()}
+    return {"models": models, **conditions, "threads": threads, **environment()}

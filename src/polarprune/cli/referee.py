@@ -38,7 +38,7 @@ from ..experiments.runs.referee_results import (
 from ..experiments.runs.run import Run
 from ..experiments.runs.trials import Trial, prepare
 from ..experiments.settings import Settings
-from ..report.facts import JsonObject
+from ..plain_data import JsonObject
 from ..validation.optional_packages import optional_package
 from .arguments import AsJson
 from .console import fail, say, say_json, texts_on_stderr

@@ -13,7 +13,7 @@ from torch import nn
 from ..errors import PruneError
 from ..files.model_file import save
 from ..files.writing import make_folder, replacing, write_text
-from ..report.facts import JsonObject
+from ..plain_data import JsonObject
 from ..report.plots import save_gate_histogram
 from ..report.report import Report
 from ..validation.arguments import check_settings

@@ -15,8 +15,8 @@ from ..experiments.data.table import FORMS as DATA_FORMS
 from ..experiments.methods.table import NAMES
 from ..experiments.presets import PRESETS
 from ..experiments.processes import process_group, rank_and_count
-from ..factories import FORMS
-from ..report.facts import JsonObject
+from ..integrations.factories import FORMS
+from ..plain_data import JsonObject
 from .console import bar, console, device_of, line, say
 
 Network = Annotated[str, typer.Argument(help=f"a preset ({', '.join(PRESETS)}), or {FORMS}")]

@@ -12,7 +12,7 @@ import typer
 from ..errors import PruneError
 from ..experiments.runs.ray_trials import ray_is_installed, side_by_side_on_ray
 from ..experiments.runs.trials import Show, Trial, one_after_the_other
-from ..report.facts import JsonObject
+from ..plain_data import JsonObject
 
 Threads = Annotated[
     int, typer.Option(help="threads of a trial on the CPU; 0: the default of torch")

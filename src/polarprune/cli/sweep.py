@@ -17,7 +17,7 @@ from ..experiments.methods.table import check
 from ..experiments.runs.run import Run
 from ..experiments.runs.sweep_results import collect, write_results
 from ..experiments.runs.trials import Trial, prepare
-from ..report.facts import JsonObject
+from ..plain_data import JsonObject
 from ..validation.optional_packages import optional_package
 from .arguments import AsJson
 from .console import console, fail, say, say_json, texts_on_stderr

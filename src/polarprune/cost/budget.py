@@ -37,8 +37,8 @@ from torch import Tensor
 
 from ..channels.graph import FROZEN, Graph
 from ..errors import PruneError
-from .families import Families, FamilyLimits
-from .resources import Cost, Part
+from .families import FamilyIndex, FamilyLimits
+from .resources import Cost, Resource
 from .width_search import WidthSearch
 
 FAST, WIDE = 8, 64  # "auto": wide groups keep multiples of 8 channels, which kernels process fast
@@ -82,7 +82,7 @@ class Budget:
         self.limits = limits
         self.original = {key: max(value, 1) for key, value in self.cost.original().items()}
         self.owner = torch.tensor([i for i, g in enumerate(groups) for _ in range(g.size)])
-        self.families = Families(list(graph.prunable), graph.families.values())
+        self.families = FamilyIndex(list(graph.prunable), graph.families.values())
         self.multiple = self._one_multiple(multiples(graph, multiple_of))
         sizes = self.cost.full.long()
         least = torch.tensor([g.minimum for g in groups])
@@ -103,7 +103,7 @@ class Budget:
             found[family] = math.lcm(found[family], own)
         return self.families.of_groups(torch.tensor(found))
 
-    def add(self, key: str, part: Part) -> None:
+    def add(self, key: str, part: Resource) -> None:
         """Add a resource to which the limits refer."""
         self.cost.parts[key] = part
         self.original[key] = max(self.cost.original()[key], 1)
@@ -221,8 +221,8 @@ class Budget:
         group has the channels above a multiple, every other one has `multiple` channels.
         """
         multiple = self.multiple[owner]
-        place = rank + ((self.multiple - n % self.multiple) % self.multiple)[owner]
-        return torch.div(place, multiple, rounding_mode="floor"), (place + 1) % multiple == 0
+        shifted = rank + ((self.multiple - n % self.multiple) % self.multiple)[owner]
+        return torch.div(shifted, multiple, rounding_mode="floor"), (shifted + 1) % multiple == 0
 
     def _ranked(
         self, alpha: Tensor, n: Tensor, importance: Tensor
@@ -232,8 +232,8 @@ class Budget:
         Returns:
             Their indices, their groups, and their ranks in their groups (0: least important).
         """
-        live = (alpha != 0).nonzero().flatten()
-        order = live[importance[live].argsort(stable=True)]
+        alive = (alpha != 0).nonzero().flatten()
+        order = alive[importance[alive].argsort(stable=True)]
         order = order[self.owner[order].argsort(stable=True)]
         owner, first = self.owner[order], torch.cumsum(n, 0) - n
         return order, owner, torch.arange(len(order), device="cpu") - first[owner]

@@ -1,7 +1,7 @@
 """Families: sets of groups that keep equally many units, because blocks repeat (`uniform=`).
 
 A group that is in no such set is a family of its own. Values exist for each group, or for each
-family; `Families` converts them. Where no family has several groups, both are the same, and
+family; `FamilyIndex` converts them. Where no family has several groups, both are the same, and
 nothing is computed.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-class Families:
+class FamilyIndex:
     """The families of a model, in the order of their first groups.
 
     Args:
@@ -66,7 +66,7 @@ class Families:
 class GroupLimits(Protocol):
     """The part of a `Budget` that `FamilyLimits` uses."""
 
-    families: Families
+    families: FamilyIndex
     multiple: Tensor
     minimum: Tensor
 

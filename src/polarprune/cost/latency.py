@@ -26,7 +26,8 @@ from ..tracing.tape import Value
 
 STEPS = (1, 4, 8, 16, 32, 64, 128)  # numbers of channels that a kernel may process at once
 _MACS, _BYTES = 0, 1  # kinds of terms
-_FITTED = ("whole", "steps", "coefs", "scale")  # what a checkpoint stores
+# What a checkpoint stores, under its key there.
+_FITTED = {"whole": "measured", "steps": "steps", "coefs": "coefs", "scale": "scale"}
 
 
 class _Axes:
@@ -64,14 +65,14 @@ class _Axes:
 class _TermList:
     """The terms while they are collected: one entry of each list for each term."""
 
-    place: list[int] = field(default_factory=list)  # 2 · module + kind
+    slot: list[int] = field(default_factory=list)  # 2 · module + kind
     coef: list[float] = field(default_factory=list)
     axes: list[list[int]] = field(default_factory=list)
     needs: list[list[int]] = field(default_factory=list)
 
     def add(self, module: int, kind: int, coef: float, axes: list[int], needs: list[int]) -> None:
         """Add the term coef · Π (lengths of `axes`), zero if one of `needs` has no channels."""
-        self.place.append(2 * module + kind)
+        self.slot.append(2 * module + kind)
         self.coef.append(coef)
         self.axes.append(axes)
         self.needs.append(needs)
@@ -85,7 +86,7 @@ class Terms:
         axes = _Axes(graph)
         terms = _collect_terms(graph, axes, self.modules)
         self.u, self.c = torch.stack(axes.u), torch.tensor(axes.c, dtype=torch.float64)
-        self.place = torch.tensor(terms.place)
+        self.slot = torch.tensor(terms.slot)
         self.coef = torch.tensor(terms.coef, dtype=torch.float64)
         self.axes, self.needs = _padded(terms.axes), _padded(terms.needs)
 
@@ -96,13 +97,13 @@ class Terms:
             lengths: Lengths of all axes, as `lengths` returns them: [..., axes].
             steps: For each module, the number of channels that its kernel processes at once.
         """
-        step = steps[self.place // 2].unsqueeze(-1)
+        step = steps[self.slot // 2].unsqueeze(-1)
         wide = lengths[..., self.axes]
         wide = torch.where(self.axes > 0, torch.ceil(wide / step - 1e-9) * step, wide)
         runs = (lengths[..., self.needs] > 1e-9).all(-1)
         each = self.coef * wide.prod(-1) * runs
         total = each.new_zeros(*each.shape[:-1], 2 * len(self.modules))
-        total = total.index_add(-1, self.place, each)
+        total = total.index_add(-1, self.slot, each)
         return total[..., _MACS::2], total[..., _BYTES::2]
 
     def lengths(self, n: Tensor) -> Tensor:
@@ -149,7 +150,7 @@ class Latency:
     """Nanoseconds as a function of the widths: a resource of `Cost`, beside MACs and params.
 
     Attributes:
-        whole: Latency of the original, as measured.
+        measured: Latency of the original, in nanoseconds.
         steps: For each module, the number of channels that its kernel processes at once.
         coefs: a, b and c of each module: [3, modules].
         scale: Measured share of the original's latency, divided by the sum over modules.
@@ -157,7 +158,7 @@ class Latency:
 
     def __init__(self, terms: Terms, full: Tensor, milliseconds: float) -> None:
         self.terms, self.full = terms, full.double()
-        self.whole = 1e6 * milliseconds
+        self.measured = 1e6 * milliseconds
         count = len(terms.modules)
         self.steps = torch.ones(count, dtype=torch.float64)
         self.coefs = torch.zeros(3, count, dtype=torch.float64)
@@ -190,7 +191,7 @@ class Latency:
 
     def __call__(self, n: Tensor) -> Tensor:
         """Return the latency at widths `n`, in nanoseconds."""
-        return self.whole * self.share(self.terms.lengths(n))
+        return self.measured * self.share(self.terms.lengths(n))
 
     def linear(self, n: Tensor) -> tuple[Tensor, Tensor]:
         """Return Q and b of the price Qn + b of a channel; here Q is 0.
@@ -203,19 +204,20 @@ class Latency:
         now = self.terms.lengths(n)
         fewer = (now - window.unsqueeze(1) * self.terms.u.T).clamp_min(0)
         saved = (self.share(now) - self.share(fewer)).clamp_min(0)
-        return torch.zeros(len(n), len(n), dtype=torch.float64), self.whole * saved / window
+        return torch.zeros(len(n), len(n), dtype=torch.float64), self.measured * saved / window
 
-    def correct(self, n: Tensor, measured: float) -> None:
-        """Scale the model so that it gives the measured share at widths `n`."""
-        self.scale *= measured / float(self.share(self.terms.lengths(n)))
+    def correct(self, n: Tensor, share: float) -> None:
+        """Scale the model so that it gives this measured share at widths `n`."""
+        self.scale *= share / float(self.share(self.terms.lengths(n)))
 
     def state(self) -> dict[str, float | Tensor]:
         """Return what was fitted, for a checkpoint."""
-        return copy.deepcopy({key: getattr(self, key) for key in _FITTED})
+        return copy.deepcopy({key: getattr(self, name) for key, name in _FITTED.items()})
 
     def load(self, state: Mapping[str, float | Tensor]) -> None:
         """Restore what `state` returned."""
-        vars(self).update(copy.deepcopy(dict(state)))
+        found = copy.deepcopy(dict(state))
+        vars(self).update({name: found[key] for key, name in _FITTED.items()})
 
 
 def _least_squares(features: Tensor, target: Tensor) -> tuple[Tensor, float]:

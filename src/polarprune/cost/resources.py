@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,12 @@ from ..channels.propagation import Contraction
 from ..tracing.model_state import named_tensors
 
 
-class Part(Protocol):
+class Resource(Protocol):
     """One resource as a function of the widths."""
+
+    @property
+    def measured(self) -> float | None:
+        """Return what the original costs if that was measured, or None."""
 
     def __call__(self, n: Tensor) -> Tensor:
         """Return the cost at the widths `n`."""
@@ -38,6 +42,7 @@ class Quadratic:
     q: Tensor
     b: Tensor
     c: float
+    measured: ClassVar[None] = None  # it is exact
 
     def __call__(self, n: Tensor) -> Tensor:
         """Return the cost at the widths `n`."""
@@ -94,13 +99,14 @@ class Cost:
     def __init__(self, names: list[str], sizes: list[int], parts: Mapping[str, Quadratic]) -> None:
         self.names = names
         self.full = torch.tensor(sizes, dtype=torch.float64)
-        self.parts: dict[str, Any] = dict(parts)  # `Part`; those given here are `Quadratic`
+        self.parts: dict[str, Any] = dict(parts)  # `Resource`; those given here are `Quadratic`
         self.extras: list[Extra] = []
         self.outputs: list[Output] = []
 
     def original(self) -> dict[str, int]:
         """Return the cost of the network before pruning; latency is the measured one."""
-        measured = {k: round(p.whole) for k, p in self.parts.items() if hasattr(p, "whole")}
+        known = {key: part.measured for key, part in self.parts.items()}
+        measured = {key: round(cost) for key, cost in known.items() if cost is not None}
         return self.at(self.full) | measured
 
     def at(self, n: Tensor) -> dict[str, int]:

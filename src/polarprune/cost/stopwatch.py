@@ -105,7 +105,7 @@ class Stopwatch:
             times.append(self._module_times(small, found.terms.modules))
             shares.append(self.share(small, max(8, self.runs // 4)))
         found.fit(rows, torch.stack(times))
-        modelled = torch.stack([found(n) for n in rows]) / found.whole
+        modelled = torch.stack([found(n) for n in rows]) / found.measured
         measured = torch.tensor(shares, dtype=torch.float64)
         found.scale.fill_(float((modelled * measured).sum() / modelled.square().sum()))
         found.load(_from_first_process(found.state()))
@@ -170,7 +170,7 @@ class Stopwatch:
 
     def _predicted(self, n: Tensor) -> float:
         """Return the share that the latency model gives at widths `n`."""
-        return float(self.part(n)) / self.part.whole
+        return float(self.part(n)) / self.part.measured
 
     def _correct(self, n: Tensor, measured: float) -> None:
         """Scale the latency model to a measurement, but keep the budget within reach.

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..surgery.proof import count_macs
+from ..torch_internals.markers import uncompiled
 from ..tracing.model_state import Example, as_call, named_tensors, tensors_in
 
 _IN_TURN = 4  # timed runs of a model before it is the next model's turn
@@ -67,7 +68,7 @@ def side_by_side(
     return {
         name: Timing(
             times[name],
-            count_macs(getattr(model, "_orig_mod", model), example),  # of a compiled model, too
+            count_macs(uncompiled(model), example),
             sum(parameter.numel() for parameter in model.parameters()),
             batch,
         )

@@ -18,7 +18,7 @@ from torch import Tensor
 _NEAR = 0.005  # share of the original cost that may stay unused before blocks are swapped
 
 
-class Limits(Protocol):
+class SearchLimits(Protocol):
     """The part of a budget that a search uses; `FamilyLimits` has it."""
 
     multiple: Tensor
@@ -38,7 +38,7 @@ class WidthSearch:
     """
 
     def __init__(
-        self, limits: Limits, most: Tensor, importance: Callable[[Tensor], Tensor]
+        self, limits: SearchLimits, most: Tensor, importance: Callable[[Tensor], Tensor]
     ) -> None:
         self.limits, self.most, self.importance = limits, most, importance
         self.blocks = torch.diag(limits.multiple.double())  # row k: one block of family k

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..errors import PruneError
-from ..factories import FORMS
+from ..integrations.factories import FORMS
 from ..training.schedule import Schedule
 from .settings import Settings, changed
 

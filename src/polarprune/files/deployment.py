@@ -22,6 +22,7 @@ from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves
 
 from ..errors import PruneError
+from ..validation.arguments import check_new_file
 from ..validation.optional_packages import optional_package
 
 _TOLERANCE = 1e-4  # relative to the largest value of an output
@@ -61,7 +62,7 @@ def deploy(model: nn.Module, inputs: Inputs, file: Path) -> Deployment:
         PruneError: If the file cannot be written, the model cannot be exported, or the outputs
             differ. The file that was there is then unchanged.
     """
-    _check_file(file)
+    check_new_file(file, FORMATS)
     model.eval()
     try:
         with tempfile.TemporaryDirectory(dir=file.parent) as folder, torch.no_grad(), _quiet():
@@ -85,14 +86,6 @@ def deploy(model: nn.Module, inputs: Inputs, file: Path) -> Deployment:
             f"{file}: this model could not be exported: {_first_line(error)}"
         ) from error
     return made
-
-
-def _check_file(file: Path) -> None:
-    if file.suffix not in FORMATS:
-        raise PruneError(f"{file}: give a name that ends in {' or '.join(FORMATS)}.")
-    if file.is_dir() or not file.parent.is_dir():
-        what = "that is a folder" if file.is_dir() else f"there is no folder {file.parent}"
-        raise PruneError(f"{file}: {what}; give another path.")
 
 
 def _write_and_compare(model: nn.Module, inputs: Inputs, file: Path) -> Deployment:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..errors import PruneError
-from ..report.facts import JsonObject
+from ..plain_data import JsonObject
 from ..rewriting.parametrizations import make_plain
 from ..surgery.apply import cut_copy
 from ..surgery.config_proof import update_config

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from ..report.facts import JsonObject
+from ..plain_data import JsonObject
 from ..rewriting.call_form import decode_form, encode_form
 from ..rewriting.captured_forward import Refused
 from ..rewriting.remove_branches import without_branches

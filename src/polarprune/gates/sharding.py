@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def gathered_copy(model: nn.Module) -> nn.Module:
-    """Return a plain copy of a sharded model with whole weights, equal in all processes.
+    """Return a plain copy of a sharded model with unsharded weights, equal in all processes.
 
     All of them must call this. Buffers, such as the statistics of batch norms, are those of the
     first one: `fully_shard` does not keep them equal.
@@ -55,13 +55,13 @@ def gathered_copy(model: nn.Module) -> nn.Module:
     states = [attached_state(module) for module in model.modules()]
     memo |= {id(one): one.inert() for one in states if one is not None}
     with without_fully_shard(model):
-        whole = copy_model(model, memo)
-    drop_hooks_of(whole, (_Gather, _Spread))
+        full = copy_model(model, memo)
+    drop_hooks_of(full, (_Gather, _Spread))
     mesh = _weight(model).device_mesh
-    for buffer in whole.buffers():
+    for buffer in full.buffers():
         for axis in reversed(range(mesh.ndim)):
             torch.distributed.broadcast(buffer, group=mesh.get_group(axis), group_src=0)
-    return whole
+    return full
 
 
 def _weight(model: nn.Module) -> DTensor:
@@ -69,7 +69,7 @@ def _weight(model: nn.Module) -> DTensor:
     return next(parameter for parameter in model.parameters() if is_distributed(parameter))
 
 
-def whole_model(model: nn.Module) -> nn.Module:
+def unsharded_model(model: nn.Module) -> nn.Module:
     """Return the model, or a gathered copy if `fully_shard` spread it over processes."""
     check_is_model(model)
     if not sharded_modules(model):
@@ -79,14 +79,14 @@ def whole_model(model: nn.Module) -> nn.Module:
 
 
 def install_gates(
-    model: nn.Module, whole: nn.Module, graph: Graph, example: Example
+    model: nn.Module, unsharded: nn.Module, graph: Graph, example: Example
 ) -> dict[str, Gate]:
     """Install gates in a model that may be sharded already, or may be sharded later.
 
     Args:
         model: The model to change.
-        whole: What `whole_model` returned for it. The gates are checked there.
-        graph: The graph of the whole model.
+        unsharded: What `unsharded_model` returned for it. The gates are checked there.
+        graph: The graph of the unsharded model.
         example: Inputs on which the gates are checked.
 
     Returns:
@@ -95,8 +95,8 @@ def install_gates(
     Raises:
         PruneError: If gates cannot be installed or have no effect. The model is unchanged then.
     """
-    gates = install(whole, graph, example)
-    if whole is not model:
+    gates = install(unsharded, graph, example)
+    if unsharded is not model:
         gates = _install_in_sharded(model, graph)
         shard_gates(model, gates)
     elif in_group():
@@ -180,7 +180,7 @@ class _Spread:
 
 
 def _spread_loaded(gate: nn.Module, state: dict[str, Tensor], prefix: str, *more: object) -> None:
-    """Take this process's part of a whole α that is being loaded.
+    """Take this process's part of an unsharded α that is being loaded.
 
     A gate is in a state dict under several names; `torch.distributed.checkpoint` spreads one.
     """
@@ -195,15 +195,15 @@ def _spread_loaded(gate: nn.Module, state: dict[str, Tensor], prefix: str, *more
 # --- one vector of all gates ----------------------------------------------------------------------
 
 
-def whole_vector(tensors: Sequence[Tensor]) -> Tensor:
+def unsharded_vector(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenate vectors; those that are spread over processes are gathered in one collective."""
     if not is_distributed(tensors[0]):
         return torch.cat(list(tensors))
     spread = cast("list[DTensor]", tensors)
     local = spread[0].to_local()
     found = local.new_zeros(sum(tensor.numel() for tensor in spread))
-    for tensor, place in zip(spread, found.split([t.numel() for t in spread]), strict=True):
-        place[_held(tensor)] = tensor.to_local()
+    for tensor, piece in zip(spread, found.split([t.numel() for t in spread]), strict=True):
+        piece[_held(tensor)] = tensor.to_local()
     mesh = spread[0].device_mesh
     torch.distributed.all_reduce(found, group=mesh.get_group(mesh.ndim - 1))
     return found

@@ -71,8 +71,8 @@ class RowFactors:
         """Return a row of factors for each weight."""
         self.index = self.index.to(weights[0].device)
         rows = torch.cat([*values]).to(weights[0].dtype).index_select(0, self.index)
-        places = zip(self.forms, self.strides, self.starts, strict=True)
-        return [rows.as_strided(form, stride, start) for form, stride, start in places]
+        views = zip(self.forms, self.strides, self.starts, strict=True)
+        return [rows.as_strided(form, stride, start) for form, stride, start in views]
 
     def gather(self, products: list[Tensor | None]) -> dict[int, Tensor]:
         """Sum over rows first, then over the elements of each channel."""
@@ -151,9 +151,9 @@ class ElementFactors:
             self._zeros(slot, some) if product is None else product
             for slot, product in enumerate(products)
         ]
-        for places in (self.first, self.second):
+        for positions in (self.first, self.second):
             flat = torch.cat([*map(_flat, tensors), some.new_zeros(1)])
-            tensors = [flat[places].sum(1)]
+            tensors = [flat[positions].sum(1)]
         return dict(enumerate(tensors[0].split(self.sizes)))
 
     def _zeros(self, slot: int, some: Tensor) -> Tensor:

@@ -28,17 +28,21 @@ def optimizer_steps(accelerator: Accelerator, loader: Iterable[object], epochs: 
     steps than `epochs * len(loader)`.
 
     Args:
-        accelerator: the accelerator of the training.
-        loader: the data loader, before or after `accelerator.prepare`.
-        epochs: how often the training goes through the loader.
+        accelerator: The accelerator of the training.
+        loader: The data loader, before or after `accelerator.prepare`.
+        epochs: How often the training goes through the loader.
 
     Returns:
         The number of optimizer steps, the same in all processes.
 
     Raises:
-        PruneError: if the loader has no length.
+        PruneError: If the loader has no length.
 
     Example:
+        >>> import polarprune as pp
+        >>> from accelerate import Accelerator
+        >>> from polarprune.integrations.accelerate import optimizer_steps
+        >>> accelerator = Accelerator()
         >>> steps = optimizer_steps(accelerator, loader, epochs=10)
         >>> pruner = pp.Pruner(model, example, macs=0.5, steps=steps)
     """
@@ -60,18 +64,20 @@ def attach(
     """Attach a pruner as `Pruner.attach` does, after a check of the announced steps.
 
     Args:
-        pruner: the pruner.
-        accelerator: the accelerator of the training.
-        optimizer: holds the gates; before or after `accelerator.prepare`.
-        *others: optimizers of other parameters.
-        loader: the data loader, before or after `accelerator.prepare`.
-        epochs: how often the training goes through the loader.
+        pruner: The pruner.
+        accelerator: The accelerator of the training.
+        optimizer: Holds the gates; before or after `accelerator.prepare`.
+        *others: Optimizers of other parameters.
+        loader: The data loader, before or after `accelerator.prepare`.
+        epochs: How often the training goes through the loader.
 
     Raises:
-        PruneError: if the training takes another number of steps than `pruner.steps`, or as
+        PruneError: If the training takes another number of steps than `pruner.steps`, or as
             `Pruner.attach` does.
 
     Example:
+        >>> from polarprune.integrations.accelerate import attach
+        >>> optimizer = torch.optim.SGD(pruner.param_groups(lr=0.1))
         >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         >>> attach(pruner, accelerator, optimizer, loader=loader, epochs=10)
     """

@@ -61,6 +61,8 @@ def folder_settings(
         PruneError: If nothing is left to prune, or the model cannot be traced.
 
     Example:
+        >>> import polarprune as pp
+        >>> from polarprune.integrations.transformers import folder_settings
         >>> settings = folder_settings(model, example)
         >>> pruner = pp.Pruner(model, example, params=0.5, steps=steps, **settings)
     """

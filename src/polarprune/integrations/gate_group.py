@@ -15,9 +15,9 @@ def separate_gates(pruner: Pruner, optimizer: Optimizer, *, taken: bool = False)
     fixed fraction of the rate of the weights.
 
     Args:
-        pruner: its gates are moved.
-        optimizer: holds weights of the pruner's model, and perhaps gates among them.
-        taken: another optimizer has the gates; this one only loses those that it holds.
+        pruner: Its gates are moved.
+        optimizer: Holds weights of the pruner's model, and perhaps gates among them.
+        taken: Another optimizer has the gates; this one only loses those that it holds.
 
     Returns:
         Whether this optimizer has the gates now. It does not get them if it holds no weights of the
@@ -30,13 +30,13 @@ def separate_gates(pruner: Pruner, optimizer: Optimizer, *, taken: bool = False)
     fraction, rate = pruner.schedule.gate_lr, optimizer.param_groups[weights]["lr"]
     gates = pruner.param_groups(float(rate))[-1]
     optimizer.add_param_group({**gates, "lr": rate * fraction})
-    place = len(optimizer.param_groups) - 1
+    index = len(optimizer.param_groups) - 1
 
     def follow(given: Optimizer, args: object, kwargs: object) -> None:
         """Set the gates' rate; a scheduler may have set another one."""
         rate = given.param_groups[weights]["lr"]
         if not isinstance(rate, Tensor):
-            given.param_groups[place]["lr"] = rate * fraction
+            given.param_groups[index]["lr"] = rate * fraction
 
     optimizer.register_step_pre_hook(follow)
     return True
@@ -52,7 +52,7 @@ def take_gates_out(pruner: Pruner, optimizer: Optimizer) -> None:
 def _group_of_weights(model: nn.Module, optimizer: Optimizer) -> int | None:
     """Return the first group that holds weights of the model, or None."""
     mine = {id(p) for p in model.parameters()}
-    for place, group in enumerate(optimizer.param_groups):
+    for index, group in enumerate(optimizer.param_groups):
         if any(id(p) in mine for p in group["params"]):
-            return place
+            return index
     return None

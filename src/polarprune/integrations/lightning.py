@@ -39,20 +39,22 @@ class PruningCallback(Callback):
     All loggers of the trainer get the rows of `pruner.history`.
 
     Args:
-        example_inputs: what the module's `forward` takes; by default its `example_input_array`.
-        module: the name of the part to prune, such as "net"; by default the whole LightningModule.
-        **settings: arguments of `Pruner`, such as macs=0.5. `steps` is only needed where the
+        example_inputs: What the module's `forward` takes; by default its `example_input_array`.
+        module: The name of the part to prune, such as "net"; by default the whole LightningModule.
+        **settings: Arguments of `Pruner`, such as macs=0.5. `steps` is only needed where the
             trainer cannot know it: with manual optimization, or data without a length.
 
     Attributes:
-        pruner: the `Pruner`, once `trainer.fit` has started.
+        pruner: The `Pruner`, once `trainer.fit` has started.
 
     Raises:
-        PruneError: from `trainer.fit`, as `Pruner` does; also if the number of steps is unknown.
+        PruneError: From `trainer.fit`, as `Pruner` does; also if the number of steps is unknown.
 
     Example:
-        >>> pruning = PruningCallback(example, macs=0.5)
-        >>> trainer = lightning.Trainer(max_epochs=10, callbacks=[pruning])
+        >>> import lightning
+        >>> from polarprune.integrations.lightning import PruningCallback
+        >>> pruning = PruningCallback(example, module="net", macs=0.5)
+        >>> trainer = lightning.Trainer(max_epochs=5, callbacks=[pruning])
         >>> trainer.fit(module, loader)
         >>> small = pruning.export()
     """

@@ -19,15 +19,16 @@ def watch(pruner: Pruner, logger: object, *, prefix: str = "pruning") -> None:
     numbers that includes the step. Lightning's loggers and MLflow get a call of `log_metrics`.
 
     Args:
-        pruner: the pruner to watch.
-        logger: a `SummaryWriter`, an object or module with `log(dict)` or
+        pruner: The pruner to watch.
+        logger: A `SummaryWriter`, an object or module with `log(dict)` or
             `log_metrics(dict, step=...)`, or a function that takes a dict.
-        prefix: put before every name, as in `pruning/macs`.
+        prefix: Put before every name, as in `pruning/macs`.
 
     Raises:
-        PruneError: if the logger is none of these.
+        PruneError: If the logger is none of these.
 
     Example:
+        >>> from polarprune.integrations.loggers import watch
         >>> rows = []
         >>> watch(pruner, rows.append)
         >>> optimizer.step()
@@ -82,7 +83,7 @@ def _write(writer: Any, numbers: dict[str, float], row: Row, prefix: str) -> Non
     for name, value in numbers.items():
         writer.add_scalar(name, value, row["step"])
     counts = row["histogram"]
-    limits = [(place + 1) / len(counts) for place in range(len(counts))]
+    limits = [(index + 1) / len(counts) for index in range(len(counts))]
     middles = [limit - 0.5 / len(counts) for limit in limits]
     sums = [sum(c * m**power for c, m in zip(counts, middles, strict=True)) for power in (1, 2)]
     writer.add_histogram_raw(

@@ -7,22 +7,23 @@ compared with the pruned model. Only then is it renamed to the target.
 from __future__ import annotations
 
 import copy
+import math
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import PruneError
+from ..errors import PruneError, reason_given
+from ..surgery.config_entries import is_config
 from ..surgery.config_models import Config, convert_constants, plain_class
 from ..surgery.config_proof import CLOSE, REMEDY, fitting_config, set_config
-from ..surgery.config_sizes import is_config
 from ..surgery.other_inputs import fresh_inputs
-from ..surgery.proof import example_for, outputs, relative_gap
+from ..surgery.proof import deviation, example_for, outputs, relative_gap
 from ..torch_internals.markers import attached_state, uncompiled
 from ..torch_internals.refused_methods import allow_method
 from ..tracing.model_state import Example, as_call, restored
@@ -64,9 +65,11 @@ def save_pretrained(
             folder cannot be written. No files are left then.
 
     Example:
+        >>> from polarprune.integrations.transformers import save_pretrained
+        >>> from transformers import AutoModelForCausalLM
         >>> small = pruner.export()
         >>> save_pretrained(small, "small", example, processor=tokenizer)
-        >>> AutoModelForCausalLM.from_pretrained("small")
+        >>> small = AutoModelForCausalLM.from_pretrained("small")
     """
     model, folder = uncompiled(model), _checked(model, save_directory)
     example = example_for(example_inputs, next(model.parameters()), torch.float32)
@@ -133,10 +136,10 @@ def _prove(model: nn.Module, folder: Path, example: Example) -> None:
     """Raise unless the folder loads as a model that equals the pruned one."""
     loaded = _loaded(model, folder)
     for name, inputs in [("the example", example), *fresh_inputs(example)]:
-        gap = _gap(model, loaded, inputs)
+        gap = _gap(model, loaded, inputs, name)
         if gap is not None and not gap <= CLOSE:
             raise PruneError(
-                f"{_WHERE}: the model that was loaded differs by {gap:.2g} on {name}; at most "
+                f"{_WHERE}: the model that was loaded differs {deviation(gap)} on {name}; at most "
                 f"{CLOSE:.0e} is allowed. Nothing was written. {REMEDY}"
             )
     if getattr(model, "can_generate", bool)():
@@ -167,37 +170,52 @@ def _loaded(model: Any, folder: Path) -> nn.Module:
     return cast(nn.Module, loaded.eval())
 
 
-def _gap(model: nn.Module, loaded: nn.Module, inputs: Example) -> float | None:
+def _gap(model: nn.Module, loaded: nn.Module, inputs: Example, name: str) -> float | None:
     """Return the largest difference of outputs, or None if the pruned model refuses the inputs."""
     try:
         wanted = outputs(model, inputs, training=False)
-    except Exception:  # sizes that the model does not support
+    except Exception:  # sizes that the model does not support, so there is nothing to compare
         return None
-    with suppress(Exception):
+    with _failure_explained(f"does not run on {name}"):
         found = outputs(loaded, inputs, training=False)
-        if len(found) == len(wanted):
-            return max(map(relative_gap, wanted, found), default=0.0)
-    return float("inf")
+    if len(found) != len(wanted):
+        return math.inf
+    return max(map(relative_gap, wanted, found), default=0.0)
+
+
+@contextmanager
+def _failure_explained(what: str) -> Iterator[None]:
+    """Context manager: raise a PruneError if the loaded model fails inside."""
+    try:
+        yield
+    except Exception as error:  # whatever the code of the class raises
+        raise PruneError(
+            f"{_WHERE}: the model that was loaded {what}: {reason_given(error)}. Nothing was "
+            f"written. {REMEDY}"
+        ) from error
 
 
 def _compare_texts(model: nn.Module, loaded: nn.Module, example: Example) -> None:
     """Refuse a loaded model that generates another text, with or without a cache."""
     for cached in (False, True):
-        wanted = _text(model, example, cached)
-        found = None if wanted is None else _text(loaded, example, cached)
-        if wanted is not None and (found is None or not torch.equal(wanted, found)):
+        try:
+            wanted = _text(model, example, cached)
+        except Exception:  # a rewritten forward may not support a cache, an example may lack tokens
+            continue
+        with _failure_explained(f"does not generate with use_cache={cached}"):
+            found = _text(loaded, example, cached)
+        if not torch.equal(wanted, found):
             raise PruneError(
                 f"{_WHERE}: the model that was loaded generates another text with "
                 f"use_cache={cached}. Nothing was written. {REMEDY}"
             )
 
 
-def _text(model: Any, example: Example, cached: bool) -> Tensor | None:
-    """Return what a model generates from the example, or None if it cannot."""
+def _text(model: Any, example: Example, cached: bool) -> Tensor:
+    """Return what a model generates from the example."""
     args, kwargs = as_call(example)
     every = {**dict(zip([model.main_input_name], args, strict=False)), **kwargs}
     given = {k: x for k, x in every.items() if not k.startswith(_NOT_FOR_GENERATE)}
     options = {"max_new_tokens": _NEW_TOKENS, "do_sample": False, "num_beams": 1}
-    with suppress(Exception), restored(model, False):  # a rewritten forward may not support a cache
+    with restored(model, False):
         return cast(Tensor, model.generate(**given, **options, use_cache=cached))
-    return None

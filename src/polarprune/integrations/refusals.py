@@ -11,11 +11,11 @@ def refuse(where: str, wrong: Mapping[str, object]) -> None:
     """Raise for the first problem that was found.
 
     Args:
-        where: the class or function of the user's call; the message begins with it.
-        wrong: what is wrong and the remedy, and whether it is so.
+        where: The class or function of the user's call; the message begins with it.
+        wrong: What is wrong and the remedy, and whether it is so.
 
     Raises:
-        PruneError: if anything is wrong.
+        PruneError: If anything is wrong.
     """
     for problem, found in wrong.items():
         if found:

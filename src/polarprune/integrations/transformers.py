@@ -46,21 +46,22 @@ class PruningTrainer(Trainer):
     To prune with another trainer, inherit from both: `class T(PruningTrainer, Seq2SeqTrainer)`.
 
     Args:
-        *args: as for `Trainer`.
-        pruning: arguments of `Pruner`, such as {"macs": 0.5}; without `steps`. With "folder": True,
+        *args: As for `Trainer`.
+        pruning: Arguments of `Pruner`, such as {"macs": 0.5}; without `steps`. With "folder": True,
             `folder_settings` adds those with which `save_pretrained` can write the result.
-        example_inputs: what the model takes; by default the first batch, without labels.
-        **kwargs: as for `Trainer`; `model_init` is not possible.
+        example_inputs: What the model takes; by default the first batch, without labels.
+        **kwargs: As for `Trainer`; `model_init` is not possible.
 
     Attributes:
-        pruner: the `Pruner`, also before `train`.
+        pruner: The `Pruner`, also before `train`.
 
     Raises:
-        PruneError: if the arguments exclude pruning; from `train`, as `Pruner` does.
+        PruneError: If the arguments exclude pruning; from `train`, as `Pruner` does.
 
     Example:
+        >>> from polarprune.integrations.transformers import PruningTrainer
         >>> trainer = PruningTrainer(model, args, train_dataset=data, pruning={"macs": 0.5})
-        >>> trainer.train()
+        >>> result = trainer.train()
         >>> small = trainer.export()
     """
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ..errors import PruneError
 from ..gates.folding import plain
+from ..torch_internals.markers import attach_run, attached_run, detach_run
 from ..training.pruner import Pruner
 from .refusals import refuse
 
@@ -30,7 +31,6 @@ except ImportError as error:
         "PruningTrainer needs ultralytics. Install it with: pip install 'polarprune[ultralytics]'"
     ) from error
 
-_RUN = "polarprune_run"  # attribute of the model in a checkpoint: what resuming needs
 _REMEDY = (
     "pass trainer=PruningTrainer (or the one of its task) of polarprune.integrations.ultralytics"
 )
@@ -58,8 +58,8 @@ class Pruning(BaseTrainer):
     hold the small, plain model; only epochs that meet the budget can be the best.
 
     Attributes:
-        settings: arguments of `Pruner`. Without any, the model is trained as it is.
-        pruner: the `Pruner`, once the training has started.
+        settings: Arguments of `Pruner`. Without any, the model is trained as it is.
+        pruner: The `Pruner`, once the training has started.
     """
 
     settings: ClassVar[dict[str, Any]] = {}
@@ -81,7 +81,7 @@ class Pruning(BaseTrainer):
 
     def get_model(self, cfg: object = None, weights: Any = None, verbose: bool = True) -> object:
         """Return the full model, the one that a run started with, or a copy of a pruned one."""
-        run = getattr(weights, _RUN, None)
+        run = attached_run(weights)
         if run is not None and self.resume:
             return run["start"].float()
         if not isinstance(cfg, PrunedYaml):
@@ -178,7 +178,7 @@ class Pruning(BaseTrainer):
             warnings.simplefilter("ignore")  # warns that training is not at its end
             small = self.pruner.export(model=average, verify=False) if self.pruner.landed else None
         self.ema.ema = plain(average) if small is None else small
-        setattr(self.ema.ema, _RUN, {"states": states, "start": self._start})
+        attach_run(self.ema.ema, {"states": states, "start": self._start})
         self.ema.ema.yaml = _without_backbone(average.yaml)
         try:
             return bool(super().save_model())
@@ -190,7 +190,7 @@ class Pruning(BaseTrainer):
         if self.pruner is None:
             super()._load_checkpoint_state(ckpt)
             return
-        run = getattr(ckpt["ema"], _RUN, None)
+        run = attached_run(ckpt["ema"])
         if run is None:
             raise PruneError(
                 "resume: this checkpoint comes from a run without pruning; start a new run."
@@ -219,7 +219,7 @@ class Pruning(BaseTrainer):
             self.pruner.export()
             for file in filter(Path.exists, (self.last, self.best)):
                 content = torch_load(file, map_location="cpu")
-                vars(content["ema"]).pop(_RUN)
+                detach_run(content["ema"])
                 torch.save(content, file)
         super().final_eval()
 

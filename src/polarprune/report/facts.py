@@ -7,7 +7,10 @@ head. Nothing here knows how a view lays them out.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..channels.group_table import folded
+from ..plain_data import JsonObject
 
 if TYPE_CHECKING:
     from .report import Report
@@ -21,7 +24,6 @@ RESOURCE_NAMES = {
     "memory": "memory (bytes)",
     "latency": "latency (ns)",
 }
-JsonObject = dict[str, Any]  # such as a card or a row of a log
 Rows = list[tuple[str, ...]]
 
 
@@ -195,6 +197,13 @@ def _is_odd(group: JsonObject) -> bool:
     return bool(units) and cut and group["before"] >= units and group["after"] % units > 0
 
 
+def remarks(report: Report) -> list[str]:
+    """Return the notes, of which similar ones are joined, and what the proof skipped."""
+    skipped = [f"{name} ({why})" for name, why in report.skipped.items()]
+    lines = [f"export() did not compare: {'; '.join(skipped)}"] if skipped else []
+    return [*folded(report.notes), *lines]
+
+
 def prediction_checks(report: Report) -> list[str]:
     """Say whether removal changed any prediction on the user's own test data."""
     results, lines = report.results, []
@@ -242,15 +251,9 @@ def group_table(report: Report) -> Rows:
 
 def _remark(group: JsonObject) -> str:
     if group["reason"]:
-        return f"frozen: {frozen_reason(group)}"
+        return f"frozen: {group['reason']}"
     family = f"uniform: {group['family']}" if "family" in group else ""
     return "; ".join(filter(None, ["" if group["after"] else "removed entirely", family]))
-
-
-def frozen_reason(group: JsonObject) -> str:
-    """Return why a group is frozen, without repeating the word."""
-    reason: str = group["reason"]
-    return reason.removeprefix("kept whole ").removeprefix("frozen ")
 
 
 def stage_table(report: Report) -> Rows:

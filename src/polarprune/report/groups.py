@@ -6,7 +6,7 @@ import torch
 
 from ..channels.graph import Graph, Plan
 from ..cost.budget import FAST, multiples
-from .facts import JsonObject
+from ..plain_data import JsonObject
 
 _ROUTED = "what the model computes depends on the data: MACs are those of the example's path"
 

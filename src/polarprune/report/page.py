@@ -11,18 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..channels.group_table import folded
+from ..plain_data import JsonObject
 from ..validation.optional_packages import optional_package
 from .facts import (
-    JsonObject,
     accuracy_facts,
     cost_facts,
-    frozen_reason,
     goal,
     measured_facts,
     odd_widths,
     origin,
     prediction_checks,
+    remarks,
     sentence,
     stage_table,
     title,
@@ -101,7 +100,7 @@ def page_content(report: Report) -> dict[str, object]:
         "histograms": _histograms(report),
         "widths": _widths(report),
         "frozen": _frozen(report),
-        "notes": folded(report.notes),
+        "notes": remarks(report),
         "load": "\n".join(loading_lines(report)),
         "origin": origin(report),
     }
@@ -136,7 +135,7 @@ def _width(group: JsonObject, widest: int) -> Width:
 def _frozen(report: Report) -> list[tuple[str, str, str]]:
     """Return name, channels and reason of every frozen group."""
     return [
-        (str(group["name"]), f"{group['before']:,}", frozen_reason(group))
+        (str(group["name"]), f"{group['before']:,}", str(group["reason"]))
         for group in report.groups
         if group["reason"]
     ]

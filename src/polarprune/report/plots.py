@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import PruneError
+from ..plain_data import JsonObject
+from ..validation.arguments import check_history
 from ..validation.optional_packages import optional_package
-from .facts import RESOURCE_NAMES, JsonObject, budget_percent
+from .facts import RESOURCE_NAMES, budget_percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -166,10 +167,7 @@ def save_gate_histogram(report: Report, path: str | PathLike[str]) -> None:
         PruneError: If the report has no history, or matplotlib is not installed.
     """
     rows = report.snapshots(7)
-    if not rows:
-        raise PruneError(
-            "save_gate_histogram: the report has no history; take it from pruner.report()."
-        )
+    check_history(rows)
     figure = _figure(2 * len(rows), 2.4)
     panels = figure.subplots(1, len(rows), sharey=True, squeeze=False)[0]
     for panel, row in zip(panels, rows, strict=True):
@@ -224,11 +222,11 @@ def save_comparison(
     """
     figure = _figure(7.2, 1.3 + 0.42 * len(rows))
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
-    for place, row in enumerate(rows):
-        colour = BLUE if place == 0 else MUTED
+    for row_number, row in enumerate(rows):
+        colour = BLUE if row_number == 0 else MUTED
         left.errorbar(
             row["score"],
-            place,
+            row_number,
             xerr=row["deviation"],
             fmt="|",
             ms=14,
@@ -237,11 +235,13 @@ def save_comparison(
             lw=1.4,
             color=colour,
         )
-        left.plot(row["scores"], [place] * len(row["scores"]), "o", ms=4, color=colour, alpha=0.5)
-        right.barh(place, row["relative_cost"], 0.55, color=colour)
+        left.plot(
+            row["scores"], [row_number] * len(row["scores"]), "o", ms=4, color=colour, alpha=0.5
+        )
+        right.barh(row_number, row["relative_cost"], 0.55, color=colour)
         right.text(
             row["relative_cost"],
-            place,
+            row_number,
             f" {row['relative_cost']:.2f}",
             va="center",
             fontsize=9,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, field
-from numbers import Integral, Real
+from numbers import Real
 
 from ..errors import PruneError
-from .facts import JsonObject
+from ..plain_data import JsonObject
+from ..validation.arguments import check_snapshots
 from .page import html_page
 from .text import markdown, plain_text
 
@@ -22,6 +23,7 @@ _FIELD_TYPES = {
     "notes": list,
     "results": dict,
     "model": str,
+    "skipped": dict,
 }
 _HISTORY_KEYS = {"step", "closed", "between", "eps", "lam", "histogram"}
 
@@ -50,6 +52,7 @@ class Report:
             latency_ms (before, after, runs, batch), machine, versions, file (of the small model),
             make (`imports` and `call`: the code that makes the original model).
         model: The class of the model, as a dotted name.
+        skipped: Modes and inputs on which `export()` could not compare the models, and why.
     """
 
     settings: JsonObject
@@ -61,12 +64,20 @@ class Report:
     notes: list[str]
     results: JsonObject = field(default_factory=dict)
     model: str = ""
+    skipped: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return the report as JSON text, which `from_json` reads.
 
+        Returns:
+            The text.
+
         Raises:
             PruneError: If `results` holds something that JSON cannot represent.
+
+        Example:
+            >>> from pathlib import Path
+            >>> size = Path("report.json").write_text(report.to_json())
         """
         try:
             return json.dumps(dataclasses.asdict(self), indent=2)
@@ -83,8 +94,15 @@ class Report:
         Args:
             text: The text of a `report.json`.
 
+        Returns:
+            The report.
+
         Raises:
             PruneError: If the text is not such a report.
+
+        Example:
+            >>> Report.from_json(report.to_json()).after == report.after
+            True
         """
         try:
             found = cls(**json.loads(text))
@@ -108,13 +126,22 @@ class Report:
         self.to_markdown(), str(self)
 
     def snapshots(self, count: int = 7) -> list[JsonObject]:
-        """Return at most `count` rows of the history, evenly spaced, with the first and the last.
+        """Return rows of the history that are evenly spaced, with the first and the last.
+
+        Args:
+            count: The number of rows; if the history has fewer, all of them are returned.
+
+        Returns:
+            The rows.
 
         Raises:
             PruneError: If `count` is not an integer of at least 2.
+
+        Example:
+            >>> [row["step"] for row in report.snapshots(2)]
+            [0, 50]
         """
-        if not isinstance(count, Integral) or count < 2:
-            raise PruneError(f"snapshots: count={count!r}; give an integer of at least 2.")
+        check_snapshots(count)
         last = len(self.history) - 1
         if last < count:
             return list(self.history)
@@ -124,14 +151,29 @@ class Report:
         return plain_text(self)
 
     def to_markdown(self) -> str:
-        """Return the report as Markdown with tables."""
+        """Return the report as Markdown with tables, for a pull request or a README.
+
+        Returns:
+            The text.
+
+        Example:
+            >>> print(report.to_markdown().splitlines()[0])
+            # polarprune report: Sequential
+        """
         return markdown(self)
 
     def to_html(self) -> str:
         """Return the report as one HTML page with charts, which needs no other file.
 
+        Returns:
+            The text of the page.
+
         Raises:
             PruneError: If jinja2 or matplotlib is not installed; the message names the extra.
+
+        Example:
+            >>> from pathlib import Path
+            >>> size = Path("report.html").write_text(report.to_html(), encoding="utf-8")
         """
         return html_page(self)
 

@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..channels.group_table import folded
 from .facts import (
     Fact,
     Rows,
@@ -17,6 +16,7 @@ from .facts import (
     odd_widths,
     origin,
     prediction_checks,
+    remarks,
     sentence,
     stage_table,
     title,
@@ -43,7 +43,7 @@ def plain_text(report: Report) -> str:
 
 
 def _notes(report: Report) -> list[str]:
-    return [*odd_widths(report), *folded(report.notes)]
+    return [*odd_widths(report), *remarks(report)]
 
 
 def _line(fact: Fact) -> str:
@@ -52,12 +52,12 @@ def _line(fact: Fact) -> str:
 
 def markdown(report: Report) -> str:
     """Return the report as Markdown with tables."""
-    remarks = [_escaped(line) for line in [*prediction_checks(report), *origin(report)]]
+    checks = [_escaped(line) for line in [*prediction_checks(report), *origin(report)]]
     parts = [
         [f"# {_escaped(title(report))}", "", _escaped(sentence(goal(report)))],
         _pipe_table("Cost", cost_table(report)),
         _pipe_table("Before and after removal", stage_table(report)),
-        _bullet_list("Measured", [*map(_bold_name, measured_facts(report)), *remarks]),
+        _bullet_list("Measured", [*map(_bold_name, measured_facts(report)), *checks]),
         _pipe_table("Groups", group_table(report), left=(0, 4)),
         _bullet_list("Notes", [_escaped(note) for note in _notes(report)]),
         _code_block("Load the small model", loading_lines(report)),

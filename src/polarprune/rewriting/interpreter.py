@@ -230,7 +230,7 @@ class _Guard:
             for number in range(len(self.steps)):
                 self.steps[number](slots)
         except CallError as error:
-            raise PruneError(f"{self._where(number)}: {error}") from error
+            raise error.located(f"{self._where(number)}: {error}") from error
 
     def _where(self, number: int) -> str:
         """Return the owner, the source line and the operation of a call."""
@@ -280,8 +280,8 @@ class _FileGuard(_Guard):
         with a class of their own, such as `torch.OutOfMemoryError`.
         """
         where = self._where(number)
-        if type(error) is CallError:
-            raise PruneError(f"{where}: {error}") from error
+        if isinstance(error, CallError):
+            raise error.located(f"{where}: {error}") from error
         if type(error) in (_CHILD_ERRORS if self.calls[number].child else _CALL_ERRORS):
             first_line = (str(error).strip().splitlines() or [""])[0][:300]
             raise PruneError(

@@ -14,8 +14,22 @@ from ..errors import PruneError
 Function: TypeAlias = Callable[..., object]
 
 
+class OtherSizes(PruneError):
+    """Raised by a rewritten forward whose code depends on the sizes that the example has."""
+
+
 class CallError(PruneError):
-    """Says what is wrong with a call in a graph; `interpreter` adds the module and the line."""
+    """Says what is wrong with a call in a graph; `interpreter` adds the module and the line.
+
+    Attributes:
+        located: The class of the error with the module and the line.
+    """
+
+    located: type[PruneError] = PruneError
+
+
+class _SizesDiffer(CallError):
+    located = OtherSizes
 
 
 def function_of(node: fx.Node, *, from_file: bool) -> Function:
@@ -122,7 +136,7 @@ def expect(found: object, example: object) -> None:
     value only.
     """
     if found != example:
-        raise CallError(
+        raise _SizesDiffer(
             f"the forward of this module was rewritten for the sizes of the example: it expects "
             f"{example} but got {str(found)[:200]}. Trace with an example of the size in use."
         )

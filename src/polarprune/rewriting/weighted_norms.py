@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from ..channels.graph import Graph
 from ..channels.labels import support
 from ..torch_internals.class_swaps import leave_derived_class
+from ..torch_internals.fused_encoders import set_packing
 from ..torch_internals.markers import gate_part
 from ..tracing.tape import Op, Tape
 from .captured_forward import CapturedForward, Refused
@@ -137,12 +138,12 @@ def _block_fused_kernel(module: nn.Module, args: object, out: object) -> None:
 
 @gate_part
 def _disable_packing(module: nn.TransformerEncoder, args: object) -> None:
-    module.use_nested_tensor = False
+    set_packing(module, False)
 
 
 @gate_part
 def _enable_packing(module: nn.TransformerEncoder, args: object, out: object) -> None:
-    module.use_nested_tensor = True
+    set_packing(module, True)
 
 
 class FixedWeights(nn.Module):

@@ -18,6 +18,7 @@ from ..rewriting.forward_weights import without_computed_weights
 from ..rewriting.installed_forward import with_forward
 from ..rewriting.stored_graphs import decode
 from ..rewriting.weighted_norms import unweigh
+from ..torch_internals.fused_encoders import may_fuse, set_packing, stop_fused_kernel
 from ..torch_internals.markers import attach_recipe
 from ..tracing.copying import copy_model
 from ..tracing.model_state import named_tensors
@@ -214,9 +215,9 @@ def leave_fused_path(model: nn.Module) -> None:
             parts = (module.linear1, module.linear2)
             ours = not isinstance(module.self_attn, nn.MultiheadAttention)
             if ours or any(isinstance(part, Constant) for part in parts):
-                module.activation_relu_or_gelu = 0
+                stop_fused_kernel(module)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
             layers = [x for x in module.layers if isinstance(x, nn.TransformerEncoderLayer)]
-            if not all(layer.activation_relu_or_gelu for layer in layers):
-                module.use_nested_tensor = False
+            if not all(map(may_fuse, layers)):
+                set_packing(module, False)

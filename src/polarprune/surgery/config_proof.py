@@ -8,23 +8,24 @@ gives them, `save_pretrained` raises an error.
 from __future__ import annotations
 
 import copy
-from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import PruneError
+from ..errors import PruneError, reason_given
 from ..torch_internals.markers import attached_recipe
 from ..torch_internals.refused_methods import allow_method, refuse_method
 from ..tracing.model_state import Example
+from .config_entries import Key, is_config, parts_of, set_entry, values_in
 from .config_models import Config, plain_class, with_weights_of
-from .config_sizes import ConfigSearch, Key, is_config, parts_of, set_number, values_in
+from .config_sizes import ConfigSearch
 from .precision import StaysDouble, in_double
-from .proof import difference
+from .proof import deviation, difference
 
 _SAVE = "save_pretrained"
 CLOSE, _EXACT = 1e-5, 1e-10  # in the model's precision, and in float64
 REMEDY = "polarprune.save stores any pruned model."
+_FREEZE = "Freeze these channels with keep=[...]"
 
 
 def update_config(model: nn.Module, example: Example | None) -> None:
@@ -68,27 +69,40 @@ def fitting_config(model: nn.Module, example: Example | None) -> Config:
 
 def _closest(model: nn.Module, example: Example) -> Config:
     """Return the config that gives the smallest difference, if that is only rounding."""
-    best, found = float("inf"), None
+    best, found, failure = float("inf"), None, ""
     for config in ConfigSearch(model).configs():
-        gap = _gap(model, config, example)
+        try:
+            gap = _gap(model, config, example)
+        except PruneError as error:  # sizes that fit the tensors need not fit each other
+            failure = failure or str(error)
+            continue
         if found is None or gap < best:
             best, found = gap, config
         if best == 0:
             return found
+    if found is None:
+        raise PruneError(failure)
     if best > CLOSE or not _equal_in_double(model, found, example):
         raise PruneError(_difference_explained(model, found, best))
     return found
 
 
 def _gap(model: nn.Module, config: Config, example: Example) -> float:
-    """Return by how much a model that is built from a config differs; infinite if it fails."""
-    with suppress(Exception):  # sizes that fit the tensors need not fit each other
+    """Return by how much the outputs of a model that is built from a config differ.
+
+    Raises:
+        PruneError: If the model does not run.
+    """
+    try:
         return difference(model, with_weights_of(model, config), example, training=False)
-    return float("inf")
+    except Exception as error:  # whatever the code of the class raises
+        raise PruneError(
+            f"{_as_built(model, config)} does not run: {reason_given(error)}. {_FREEZE}"
+        ) from error
 
 
 def _equal_in_double(model: nn.Module, config: Config, example: Example) -> bool:
-    """Return whether a difference is rounding: another number of heads may change little, too."""
+    """Return whether a difference is rounding: other heads may change little, too."""
     model, example = in_double(model, example)
     with StaysDouble():
         return _gap(model, config, example) <= _EXACT
@@ -96,15 +110,20 @@ def _equal_in_double(model: nn.Module, config: Config, example: Example) -> bool
 
 def _difference_explained(model: nn.Module, config: Config, gap: float) -> str:
     """Say which number the code of the class computes from the sizes in its config."""
-    family = plain_class(model).__name__
-    changed = [".".join(map(str, key)) for key in changed_numbers(model.config, config)]
     built = with_weights_of(model, config)
     names = [name for name, value in _constants(model) if _differs(value, built, name)]
     cause = f", perhaps because of {names[0]}" if names else ""
     return (
-        f"{family} built with {', '.join(changed) or 'its config'} as pruned has the right shapes, "
-        f"but its outputs differ by {gap:.1g}{cause}. Freeze these channels with keep=[...]"
+        f"{_as_built(model, config)} has the right shapes, but its outputs differ "
+        f"{deviation(gap)}{cause}. {_FREEZE}"
     )
+
+
+def _as_built(model: nn.Module, config: Config) -> str:
+    """Name the class, and the entries of the config that were changed."""
+    changed = [".".join(map(str, key)) for key in changed_entries(model.config, config)]
+    family = plain_class(model).__name__
+    return f"{family} built with {', '.join(changed) or 'its config'} as pruned"
 
 
 def _constants(model: nn.Module) -> list[tuple[str, object]]:
@@ -132,15 +151,15 @@ def _differs(value: object, built: nn.Module, name: str) -> bool:
 # --- changing a model -----------------------------------------------------------------------------
 
 
-def changed_numbers(old: Config, new: Config) -> dict[Key, int]:
-    """Return the numbers in a config that differ from those in another one."""
+def changed_entries(old: Config, new: Config) -> dict[Key, int]:
+    """Return the integers in a config that differ from those in another one."""
     before, after = dict(values_in(old)), dict(values_in(new))
     return {k: v for k, v in after.items() if type(v) is int and before.get(k) != v}
 
 
 def set_config(model: nn.Module, config: Config) -> None:
-    """Copy the numbers of a config into the configs of a model and its modules, in place."""
-    numbers = changed_numbers(model.config, config)
+    """Copy the integers of a config into the configs of a model and its modules, in place."""
+    changed = changed_entries(model.config, config)
     parts = list(parts_of(model.config))
     held = [getattr(module, "config", None) for module in model.modules()]
     others = {id(one): one for one in held if is_config(one)}
@@ -149,9 +168,9 @@ def set_config(model: nn.Module, config: Config) -> None:
         others.pop(id(old), None)
     for other in others.values():  # an encoder may hold a copy of the whole config
         twins = [key for key, part in parts if type(part) is type(other)]
-        for key, value in numbers.items():
+        for key, value in changed.items():
             if len(twins) == 1 and key[: len(twins[0])] == twins[0]:
-                set_number(other, key[len(twins[0]) :], value)
+                set_entry(other, key[len(twins[0]) :], value)
     for module in model.modules():
         allow_method(module, _SAVE)
 

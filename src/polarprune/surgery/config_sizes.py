@@ -18,18 +18,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
 from torch import nn
 
-from ..errors import PruneError
+from ..errors import PruneError, reason_given
+from .config_entries import PER_LAYER, Key, parts_of, refusal_of, values_in, with_entries
 from .config_models import Config, plain_class, without_weights
 
-Key = tuple[str | int, ...]  # where a number stands in a config, as ("text_config", "hidden_size")
-Place = tuple[str, str | int]  # a tensor and an axis, or a module and an attribute
+SizeKey = tuple[str, str | int]  # a tensor and an axis, or a module and an attribute
+SizesByKey = Mapping[SizeKey, int]
 Powers = tuple[tuple[Key, int], ...]  # the numbers that a size is proportional to
 Ratios = Mapping[Key, Fraction]  # new / old, for numbers in a config
 
@@ -37,93 +37,25 @@ _ONE = Fraction(1)
 _FACTORS = (Fraction(2), Fraction(1, 2), Fraction(3))
 _IMPLIED = "head_dim"  # the one number that models read although their config may not have it
 _TRIED = 7200  # instead of a number that is not given; no model has it, and many numbers divide it
-_OTHER_NUMBERS = ("_id", "_ids", "_tokens")  # ends of names of numbers that are not sizes
-_PER_LAYER = "per_layer_config"  # layer -> numbers that replace those of the config there
 _MOST_CONFIGS = 16
 
 
-class Sizes(NamedTuple):
+class ModelSizes(NamedTuple):
     """The sizes of a model's tensors, and the integers that its modules hold."""
 
-    shapes: dict[Place, int]
-    attributes: dict[Place, int]
+    shapes: dict[SizeKey, int]
+    attributes: dict[SizeKey, int]
 
 
-def sizes_of(model: nn.Module) -> Sizes:
+def sizes_of(model: nn.Module) -> ModelSizes:
     """Return the sizes of a model."""
-    sizes = Sizes({}, {})
+    sizes = ModelSizes({}, {})
     for name, tensor in model.state_dict().items():
         sizes.shapes.update({(name, axis): size for axis, size in enumerate(tensor.shape)})
     for path, module in model.named_modules():
         held = {(path, k): v for k, v in vars(module).items() if type(v) is int}
         sizes.attributes.update(held)
     return sizes
-
-
-# --- numbers in configs ---------------------------------------------------------------------------
-
-
-def is_config(thing: object) -> bool:
-    """Return whether a model can hold its sizes in this object."""
-    return hasattr(thing, "to_dict") and hasattr(type(thing), "from_dict")
-
-
-def with_numbers(config: Config, numbers: Mapping[Key, int]) -> Config:
-    """Return a copy of a config with other numbers."""
-    new, layers = copy.deepcopy(config), dict[int, dict[str, int]]()
-    for key, value in numbers.items():
-        if key[0] == _PER_LAYER:
-            layers.setdefault(int(key[1]), {})[str(key[2])] = value
-        else:
-            set_number(new, key, value)
-    if layers:
-        new.per_layer_config = layers
-    return new
-
-
-def set_number(config: Config, key: Key, value: int) -> None:
-    """Change a number in a config, in place."""
-    *path, name = key
-    owner = config
-    for part in path:
-        owner = owner[int(part)] if isinstance(owner, list) else getattr(owner, str(part))
-    if isinstance(owner, list):
-        owner[int(name)] = value
-    else:
-        setattr(owner, str(name), value)
-
-
-def values_in(thing: Config, key: Key = ()) -> Iterator[tuple[Key, object]]:
-    """Yield the values in a config, in its lists and in the configs that it holds."""
-    held = enumerate(thing) if isinstance(thing, list) else vars(thing).items()
-    for name, value in held:
-        if str(name).startswith("_") or str(name).endswith(_OTHER_NUMBERS):
-            continue
-        if isinstance(value, list) or is_config(value):
-            yield from values_in(value, (*key, name))
-        else:
-            yield (*key, name), value
-
-
-def parts_of(config: Config, key: Key = ()) -> Iterator[tuple[Key, Config]]:
-    """Yield a config and the configs that it holds."""
-    yield key, config
-    for name, value in vars(config).items():
-        if is_config(value):
-            yield from parts_of(value, (*key, name))
-
-
-def refusal_of(config: Config) -> str:
-    """Return why a config cannot be read from a file; empty if it can."""
-    try:
-        type(config).from_dict(config.to_dict())
-    except Exception as error:  # configs check their numbers in their own ways
-        why = " ".join(str(error).split()).rstrip(".")
-        return (
-            f"{type(config).__name__} refuses the pruned sizes: {why}. Freeze these channels with "
-            f"keep=[...]"
-        )
-    return ""
 
 
 # --- the search -----------------------------------------------------------------------------------
@@ -136,12 +68,12 @@ class _Demand:
     Attributes:
         powers: The numbers that the size depends on, each with its power.
         ratio: New size / old size.
-        place: Where a size with this equation is.
+        size: A size with this equation.
     """
 
     powers: Powers
     ratio: Fraction
-    place: Place
+    size: SizeKey
 
     def is_met(self, ratios: Ratios) -> bool:
         """Return whether these ratios of the numbers solve the equation."""
@@ -163,20 +95,31 @@ class BuiltSizes:
 
     def __init__(self, model: nn.Module) -> None:
         self.family, self.config = plain_class(model), model.config
-        self._known: dict[frozenset[tuple[Key, int]], Sizes | None] = {}
+        self._known: dict[frozenset[tuple[Key, int]], ModelSizes | str] = {}
         try:
             self.before = sizes_of(without_weights(self.family, copy.deepcopy(self.config)))
         except Exception as error:
             raise PruneError(f"{self.family.__name__}(config) fails: {error!r}") from error
 
-    def measure(self, numbers: Mapping[Key, int]) -> Sizes | None:
-        """Return the sizes of a model that is built with other numbers, if it can be built."""
-        key = frozenset(numbers.items())
+    def measure(self, entries: Mapping[Key, int]) -> ModelSizes | None:
+        """Return the sizes of a model that is built with other entries, if it can be built."""
+        found = self._built(entries)
+        return None if isinstance(found, str) else found
+
+    def failure(self, entries: Mapping[Key, int]) -> str:
+        """Return why no model can be built with these entries; empty if one can."""
+        found = self._built(entries)
+        return found if isinstance(found, str) else ""
+
+    def _built(self, entries: Mapping[Key, int]) -> ModelSizes | str:
+        key = frozenset(entries.items())
         if key not in self._known:
-            self._known[key] = None
-            with suppress(Exception):  # the class or its config refuses these numbers
-                new = with_numbers(self.config, numbers)
+            try:
+                new = with_entries(self.config, entries)
                 self._known[key] = sizes_of(without_weights(self.family, new))
+            except Exception as error:  # the class or its config refuses these entries
+                why = reason_given(error)
+                self._known[key] = f"{self.family.__name__} cannot be built: {why}"
         return self._known[key]
 
 
@@ -193,11 +136,12 @@ class ConfigSearch:
     """
 
     def __init__(
-        self, model: nn.Module, wanted: Sizes | None = None, built: BuiltSizes | None = None
+        self, model: nn.Module, wanted: ModelSizes | None = None, built: BuiltSizes | None = None
     ) -> None:
-        built = built or BuiltSizes(model)
-        self.family, self.config, self.measure = built.family, built.config, built.measure
-        self.before, self.wanted = built.before, wanted or sizes_of(model)
+        self.built = built or BuiltSizes(model)
+        self.family, self.config = self.built.family, self.built.config
+        self.measure, self.before = self.built.measure, self.built.before
+        self.wanted = wanted or sizes_of(model)
         self.refused = ""  # why the likeliest of the configs with these sizes cannot be read
         if self.before.shapes.keys() != self.wanted.shapes.keys():
             lost = {name for name, _ in self.before.shapes.keys() ^ self.wanted.shapes.keys()}
@@ -214,24 +158,27 @@ class ConfigSearch:
         """
         if self.before.shapes == self.wanted.shapes:
             yield copy.deepcopy(self.config)
-        reason, fits = "", False
-        for given in self._given_numbers():
+        reason, failure, fits = "", "", False
+        for given in self._added_entries():
             solved = _Equations(self, given)
             reason = reason if fits else solved.contradiction()
-            for numbers in solved.numbers():
-                config = with_numbers(self.config, {**given, **numbers})
-                measured = self.measure({**given, **numbers})
+            for solution in solved.solutions():
+                entries = {**given, **solution}
+                failure = failure or self.built.failure(entries)
+                measured = self.measure(entries)
                 if measured is not None and measured.shapes == self.wanted.shapes:
+                    config = with_entries(self.config, entries)
                     fits, reason = True, refusal_of(config)
                     self.refused = self.refused or reason
                     if not reason:
                         yield config
             if fits and not reason:
                 return
-        raise PruneError(reason)
+        unknown = failure or f"no integers in {type(self.config).__name__} give the pruned shapes"
+        raise PruneError(reason or unknown)
 
-    def _given_numbers(self) -> Iterator[dict[Key, int]]:
-        """Yield numbers to add to the config: none, those that it implies, and those for layers."""
+    def _added_entries(self) -> Iterator[dict[Key, int]]:
+        """Yield entries to add to the config: none, those that it implies, and those for layers."""
         yield {}
         missing = [key for key, value in values_in(self.config) if value is None]
         parts = parts_of(self.config)
@@ -239,22 +186,22 @@ class ConfigSearch:
         found = {key: value for key in missing if (value := self._implied(key)) is not None}
         if found:
             yield found
-        layers = self._numbers_of_layers()
+        layers = self._entries_of_layers()
         if layers:
             yield {**found, **layers}
 
-    def _numbers_of_layers(self) -> dict[Key, int]:
-        """Return the numbers that the class reads for every layer, as the config has them now."""
+    def _entries_of_layers(self) -> dict[Key, int]:
+        """Return the integers that the class reads for every layer, as the config has them now."""
         count = vars(self.config).get("num_hidden_layers")
-        if type(count) is not int or not hasattr(type(self.config), _PER_LAYER):
+        if type(count) is not int or not hasattr(type(self.config), PER_LAYER):
             return {}
         read = {}
         for key, value in values_in(self.config):
             if len(key) == 1 and type(value) is int:
-                tried = self.measure({(_PER_LAYER, 0, key[0]): 2 * value})
+                tried = self.measure({(PER_LAYER, 0, key[0]): 2 * value})
                 if tried is not None and tried.shapes != self.before.shapes:
                     read[key[0]] = value
-        return {(_PER_LAYER, n, name): value for n in range(count) for name, value in read.items()}
+        return {(PER_LAYER, n, name): value for n in range(count) for name, value in read.items()}
 
     def _implied(self, key: Key) -> int | None:
         """Return the value that a missing number has implicitly, if there is one."""
@@ -275,14 +222,14 @@ class _Equations:
 
     Args:
         search: The search, with the sizes before and after pruning.
-        given: Numbers to add to the config.
+        given: Entries to add to the config.
     """
 
     def __init__(self, search: ConfigSearch, given: dict[Key, int]) -> None:
         self.search, self.given = search, given
         sizes = _pairs(search.before.shapes, search.wanted.shapes)
         changed = {old for _, old, new in sizes if old != new}
-        values = dict(values_in(with_numbers(search.config, given))) | given
+        values = dict(values_in(with_entries(search.config, given))) | given
         self.old = {k: v for k, v in values.items() if type(v) is int and _divides(v, changed)}
         effects = {key: self._effects(key, value) for key, value in self.old.items()}
         self.demands = _demands(sizes, effects)
@@ -290,7 +237,7 @@ class _Equations:
         self.wishes = [one for one in _demands(held, effects) if one.powers]
         self.ratios = {key: self._ratios(key) for key, found in effects.items() if found}
 
-    def _effects(self, key: Key, value: int) -> dict[Place, int]:
+    def _effects(self, key: Key, value: int) -> dict[SizeKey, int]:
         """Return the sizes that are proportional to a power of a number, and the powers."""
         for factor in _FACTORS:
             if (value * factor).denominator == 1:
@@ -299,7 +246,7 @@ class _Equations:
                     before = self.search.before
                     both = [*_pairs(before.shapes, after.shapes)]
                     both += _pairs(before.attributes, after.attributes)
-                    return {place: _power(o, n, factor) for place, o, n in both if o != n}
+                    return {size: _power(o, n, factor) for size, o, n in both if o != n}
         return {}
 
     def _ratios(self, key: Key) -> list[Fraction]:
@@ -309,15 +256,15 @@ class _Equations:
         both = {ratio for one in every for ratio in (one, 1 / one)} - {_ONE}
         return [_ONE, *sorted(r for r in both if (self.old[key] * r).denominator == 1)]
 
-    def numbers(self) -> list[dict[Key, int]]:
-        """Return new numbers that solve the required equations; the most preferred ones first."""
-        found = sorted(self._solutions({}), key=self._unmet)[:_MOST_CONFIGS]
+    def solutions(self) -> list[dict[Key, int]]:
+        """Return new integers that solve the required equations; the most preferred ones first."""
+        found = sorted(self._solving({}), key=self._unmet)[:_MOST_CONFIGS]
         return [
             {key: int(self.old[key] * ratio) for key, ratio in one.items() if ratio != 1}
             for one in found
         ]
 
-    def _solutions(self, ratios: dict[Key, Fraction]) -> Iterator[dict[Key, Fraction]]:
+    def _solving(self, ratios: dict[Key, Fraction]) -> Iterator[dict[Key, Fraction]]:
         """Yield the ratios that solve the required equations; try one number after the other."""
         known = [one for one in self.demands if all(key in ratios for key, _ in one.powers)]
         if not all(one.is_met(ratios) for one in known):
@@ -327,7 +274,7 @@ class _Equations:
             return
         key = list(self.ratios)[len(ratios)]
         for ratio in self.ratios[key]:
-            yield from self._solutions({**ratios, key: ratio})
+            yield from self._solving({**ratios, key: ratio})
 
     def _unmet(self, ratios: Ratios) -> tuple[int, int]:
         """Count the attributes that would differ, then the numbers that change.
@@ -339,22 +286,22 @@ class _Equations:
         return weighed, sum(ratio != 1 for ratio in ratios.values())
 
     def contradiction(self) -> str:
-        """Say why no numbers solve the required equations."""
+        """Say why no integers solve the required equations; empty if they do not contradict."""
         seen: dict[Powers, _Demand] = {}
         for one in self.demands:
             other = seen.setdefault(one.powers, one)
             if other.ratio != one.ratio:
                 return _contradiction(one.powers, other, one, self.search.wanted.shapes)
-        return f"no numbers in {type(self.search.config).__name__} give the pruned shapes"
+        return ""
 
 
 def _divides(value: int, sizes: Iterable[int]) -> bool:
     return value > 0 and any(size % value == 0 for size in sizes)
 
 
-def _pairs(before: Mapping[Place, int], after: Mapping[Place, int]) -> list[tuple[Place, int, int]]:
-    """Return the places that both models have, with both sizes."""
-    return [(place, size, after[place]) for place, size in before.items() if place in after]
+def _pairs(before: SizesByKey, after: SizesByKey) -> list[tuple[SizeKey, int, int]]:
+    """Return the keys that both models have, with both sizes."""
+    return [(key, size, after[key]) for key, size in before.items() if key in after]
 
 
 def _power(old: int, new: int, factor: Fraction) -> int:
@@ -365,30 +312,30 @@ def _power(old: int, new: int, factor: Fraction) -> int:
 
 
 def _demands(
-    sizes: Iterable[tuple[Place, int, int]], effects: Mapping[Key, Mapping[Place, int]]
+    sizes: Iterable[tuple[SizeKey, int, int]], effects: Mapping[Key, Mapping[SizeKey, int]]
 ) -> list[_Demand]:
     """Return the equations of these sizes for the numbers they depend on, without repetitions."""
     found: dict[tuple[Powers, Fraction], _Demand] = {}
-    for place, old, new in sizes:
+    for size, old, new in sizes:
         if old > 0 and new > 0:
-            powers = tuple((key, power) for key, e in effects.items() if (power := e.get(place, 0)))
-            demand = _Demand(powers, Fraction(new, old), place)
+            powers = tuple((key, power) for key, e in effects.items() if (power := e.get(size, 0)))
+            demand = _Demand(powers, Fraction(new, old), size)
             found.setdefault((powers, demand.ratio), demand)
     return list(found.values())
 
 
-def _contradiction(powers: Powers, one: _Demand, other: _Demand, sizes: Mapping[Place, int]) -> str:
+def _contradiction(powers: Powers, one: _Demand, other: _Demand, sizes: SizesByKey) -> str:
     """Say which sizes would need different numbers, and what to do."""
     names = " × ".join(".".join(map(str, key)) for key, _ in powers) or "no number in the config"
-    shown = " and ".join(f"{p[0]} (axis {p[1]}: {sizes[p]})" for p in (one.place, other.place))
-    first, second = (_without_numbers(place[0]) for place in (one.place, other.place))
+    shown = " and ".join(f"{p[0]} (axis {p[1]}: {sizes[p]})" for p in (one.size, other.size))
+    first, second = (_without_numbers(size[0]) for size in (one.size, other.size))
     if first == second:
         return (
             f"{names} is one number for all blocks, but {shown} differ. Prune with uniform=True, "
             f"which leaves the same number of channels in every block"
         )
     cut = one if one.ratio != 1 else other
-    module = _without_numbers(cut.place[0].rpartition(".")[0])
+    module = _without_numbers(cut.size[0].rpartition(".")[0])
     return (
         f"{names} is one number for {shown}, which were not pruned in the same proportion. Prune "
         f'both in the same proportion, or freeze what was pruned alone with keep=["{module}"]'

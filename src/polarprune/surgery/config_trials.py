@@ -21,22 +21,15 @@ from ..errors import PruneError
 from ..tracing.model_state import Example, named_tensors
 from ..tracing.recorder import attempt, record
 from ..tracing.tape import Op, Tape, Value
+from .config_entries import is_config, refusal_of, with_entries
 from .config_models import Config, convert_constants, plain_class, without_weights
-from .config_proof import changed_numbers
-from .config_sizes import (
-    BuiltSizes,
-    ConfigSearch,
-    Sizes,
-    is_config,
-    refusal_of,
-    sizes_of,
-    with_numbers,
-)
+from .config_proof import changed_entries
+from .config_sizes import BuiltSizes, ConfigSearch, ModelSizes, sizes_of
 from .recipe import Recipe
 from .write_recipe import recipe_for
 
 _BUILT = 8  # of further widths, so many models are built; the configs of all are checked
-_Number = tuple[Op, tuple[str, ...]]  # an operation, and the numbers that it is called with
+_Arithmetic = tuple[Op, tuple[str, ...]]  # an operation, and the numbers that it is called with
 
 
 class ConfigTrials:
@@ -58,7 +51,9 @@ class ConfigTrials:
         self.sizes = sizes_of(self.part)
         self._names = {id(tensor): name for name, tensor in named_tensors(model)}
         self._constants = dict(_constants(self._plain(self.part.config)))
-        self._numbers = list(_numbers(record(model, example, training=False, generates=False)))
+        self._arithmetic = list(
+            _arithmetic(record(model, example, training=False, generates=False))
+        )
 
     def config_for(self, widths: Mapping[str, int], *, runs: bool = True) -> Config:
         """Return a config for a model whose groups have these widths; all others stay.
@@ -93,30 +88,30 @@ class ConfigTrials:
         """Return the widths with which a config would be refused, and why.
 
         Args:
-            found: Configs for two widths, which show the numbers that follow the width; if there is
-                only one, no more are tried.
+            found: Configs for two widths, which show the integers that follow the width; if there
+                is only one, no more are tried.
             widths: More widths.
         """
         if len(found) < 2:
             return {}
         one = next(iter(found))
-        first, second = (changed_numbers(self.part.config, c) for c in found.values())
+        first, second = (changed_entries(self.part.config, c) for c in found.values())
         follow = {key: value for key, value in first.items() if second.get(key) != value}
         refused, widths = {}, list(widths)
-        for place, width in enumerate(widths):
+        for index, width in enumerate(widths):
             if all(value * width % one == 0 for value in follow.values()):
-                numbers = {**first, **{key: x * width // one for key, x in follow.items()}}
-                refused[width] = refusal_of(with_numbers(self.part.config, numbers))
-                is_built = place % (len(widths) // _BUILT + 1) == 0
-                if is_built and not refused[width] and self.built.measure(numbers) is None:
-                    refused[width] = f"{self.built.family.__name__} cannot be built"
+                entries = {**first, **{key: x * width // one for key, x in follow.items()}}
+                refused[width] = refusal_of(with_entries(self.part.config, entries))
+                is_built = index % (len(widths) // _BUILT + 1) == 0
+                if is_built and not refused[width]:
+                    refused[width] = self.built.failure(entries)
         return {width: why for width, why in refused.items() if why}
 
-    def _wanted(self, recipe: Recipe) -> Sizes:
+    def _wanted(self, recipe: Recipe) -> ModelSizes:
         """Return the sizes that the part with a config has after a cut."""
         if recipe.constants or recipe.removed or recipe.heads:
             raise PruneError("this cut replaces layers, which a config cannot express")
-        wanted = Sizes(dict(self.sizes.shapes), dict(self.sizes.attributes))
+        wanted = ModelSizes(dict(self.sizes.shapes), dict(self.sizes.attributes))
         for name, tensor in self.part.state_dict(keep_vars=True).items():
             axes = recipe.slices.get(self._names.get(id(tensor), ""), {})
             wanted.shapes.update({(name, int(axis)): len(kept) for axis, kept in axes.items()})
@@ -142,7 +137,7 @@ class ConfigTrials:
         tape, error = attempt(self._around(plain), self.example, training=False, brief=True)
         if error is not None:
             return f"{family} does not run with the pruned sizes: {error}"
-        for before, after in zip_longest(self._numbers, _numbers(tape)):
+        for before, after in zip_longest(self._arithmetic, _arithmetic(tape)):
             if before is None or after is None or before[1] != after[1]:
                 where = f": {before[0].name} in {before[0].where}" if before else ""
                 return f"{family} computes with a number that depends on its sizes{where}"
@@ -191,7 +186,7 @@ def _with_part(model: nn.Module, path: list[str], part: nn.Module) -> nn.Module:
 # --- numbers and constants ------------------------------------------------------------------------
 
 
-def _numbers(tape: Tape) -> Iterator[_Number]:
+def _arithmetic(tape: Tape) -> Iterator[_Arithmetic]:
     """Yield the operations that are called with numbers or make constants, and what these are."""
     for op in tape.ops:
         arguments = op.func._schema.arguments

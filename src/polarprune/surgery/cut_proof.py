@@ -21,19 +21,19 @@ from .precision import (
     in_precision,
     is_low,
 )
-from .proof import outputs, prove_equal, prove_fused_paths
+from .proof import Proof, outputs, prove_equal, prove_fused_paths
 
 _DOUBLE = 1e-10  # the largest relative difference allowed in float64
-Cut = Callable[[nn.Module, bool], nn.Module]
+CutModel = Callable[[nn.Module, bool], nn.Module]
 
 
 def prove_cut(
     gated: nn.Module,
     small: nn.Module,
     example: Example,
-    cut: Cut,
+    cut: CutModel,
     tolerance: float = 1e-5,
-) -> dict[str, float]:
+) -> Proof:
     """Raise unless the pruned model equals the gated model.
 
     The models are compared in their own precision first. If that is bfloat16 or float16, a pruned
@@ -51,7 +51,7 @@ def prove_cut(
         tolerance: The largest relative difference allowed in float32.
 
     Returns:
-        The largest relative difference, by mode and by name of the inputs.
+        The largest relative differences, by mode and by name of the inputs, and what was skipped.
 
     Raises:
         PruneError: If the models differ in float64 too.
@@ -67,9 +67,14 @@ def prove_cut(
     close = _DOUBLE if first.dtype == torch.float64 else tolerance
     fused = prove_fused_paths(gated, small, example)
     try:
-        return {**prove_equal(gated, small, example, close, fresh_inputs(example)), **fused}
+        found = prove_equal(gated, small, example, close, fresh_inputs(example))
     except PruneError:
-        return {**_proved_wide(gated, small, example, cut, torch.float64, tolerance), **fused}
+        found = _proved_wide(gated, small, example, cut, torch.float64, tolerance)
+    return _together(found, fused)
+
+
+def _together(one: Proof, other: Proof) -> Proof:
+    return Proof(one.differences | other.differences, one.skipped | other.skipped)
 
 
 def _answers_with_scalars(model: nn.Module, example: Example) -> bool:
@@ -81,8 +86,8 @@ def _answers_with_scalars(model: nn.Module, example: Example) -> bool:
 
 
 def _proved_on_reading(
-    gated: nn.Module, small: nn.Module, example: Example, cut: Cut, tolerance: float
-) -> dict[str, float]:
+    gated: nn.Module, small: nn.Module, example: Example, cut: CutModel, tolerance: float
+) -> Proof:
     """Compare a model of low precision, computed in float32, with one that is pruned in float32.
 
     The float32 copy of the gated model is used up for the pruned one, so that both together take
@@ -95,22 +100,25 @@ def _proved_on_reading(
         found = prove_equal(gated, again, inputs, tolerance, fresh_inputs(inputs))
     check_rounded(small, again)
     with WidensOnReading(torch.float32):
-        found |= prove_fused_paths(gated, again, inputs)
+        found = _together(found, prove_fused_paths(gated, again, inputs))
     return _named_in(found, torch.float32)
 
 
-def _named_in(found: dict[str, float], wide: torch.dtype) -> dict[str, float]:
-    return {f"{mode}, in {str(wide).removeprefix('torch.')}": gap for mode, gap in found.items()}
+def _named_in(found: Proof, wide: torch.dtype) -> Proof:
+    """Return a proof whose differences are named for the precision, too."""
+    precision = str(wide).removeprefix("torch.")
+    named = {f"{name}, in {precision}": gap for name, gap in found.differences.items()}
+    return Proof(named, found.skipped)
 
 
 def _proved_wide(
     gated: nn.Module,
     small: nn.Module,
     example: Example,
-    cut: Cut,
+    cut: CutModel,
     wide: torch.dtype,
     tolerance: float,
-) -> dict[str, float]:
+) -> Proof:
     """Compare copies in a wider precision; from float32, go on to float64 if they differ.
 
     The copy is pruned again, because folding the gates into the weights rounds as well.
@@ -129,7 +137,7 @@ def _proved_wide(
         return _proved_wide(gated, small, example, cut, torch.float64, tolerance)
     check_rounded(small, again)
     if not is_double:
-        found |= prove_fused_paths(exact, again, inputs)
+        found = _together(found, prove_fused_paths(exact, again, inputs))
     return _named_in(found, wide)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules import batchnorm, conv, instancenorm, padding, pooling
 
 from ..channels.graph import module_of
-from .recipe import Recipe, Sizes
+from .recipe import NewAttributes, Recipe
 
 # Layers without parameters whose kernels may refuse an input without channels.
 SPATIAL = (
@@ -109,7 +109,7 @@ def _kept_query_rows(module: nn.MultiheadAttention, kept: _KeptIndices) -> list[
     return [row for row in rows if row < module.embed_dim]
 
 
-def _sizes(module: nn.Module, kept: _KeptIndices) -> Sizes:
+def _sizes(module: nn.Module, kept: _KeptIndices) -> NewAttributes:
     """Return the new values of the attributes that hold widths."""
     if isinstance(module, conv._ConvNd):
         return _convolution_sizes(module, kept)
@@ -125,7 +125,7 @@ def _sizes(module: nn.Module, kept: _KeptIndices) -> Sizes:
     return _norm_sizes(module, kept)
 
 
-def _norm_sizes(module: nn.Module, kept: _KeptIndices) -> Sizes:
+def _norm_sizes(module: nn.Module, kept: _KeptIndices) -> NewAttributes:
     """Return the new widths of a norm; nothing for any other module."""
     if isinstance(module, nn.GroupNorm):
         size = kept.count("weight", 0, module.num_channels)
@@ -140,7 +140,7 @@ def _norm_sizes(module: nn.Module, kept: _KeptIndices) -> Sizes:
     return {}
 
 
-def _convolution_sizes(module: conv._ConvNd, kept: _KeptIndices) -> Sizes:
+def _convolution_sizes(module: conv._ConvNd, kept: _KeptIndices) -> NewAttributes:
     """Return the new numbers of channels and of groups of a convolution.
 
     Axis 0 of the weight counts all output channels, axis 1 the input channels of one group; in a

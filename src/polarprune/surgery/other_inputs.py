@@ -1,7 +1,8 @@
 """Make inputs that differ from the example in their values, batch size or picture size.
 
 Code of a model may depend on sizes, so two models that agree on the example can differ on other
-inputs. A model need not accept all of these inputs; the caller skips those that it refuses.
+inputs. A model need not accept all of these inputs. The proof skips those that it refuses, and
+notes why.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..tracing.model_state import Example
 
+OTHER_VALUES = "other values"
 ANOTHER_BATCH = "another batch size"
 _STEP = 32  # in pixels; networks halve pictures up to five times
 
@@ -35,7 +37,7 @@ def fresh_inputs(example: Example) -> Iterator[tuple[str, Example]]:
     tensors = [leaf for leaf in tree_leaves(example) if isinstance(leaf, Tensor) and leaf.dim()]
     if not tensors:
         return
-    yield "other values", example
+    yield OTHER_VALUES, example
     batch = tensors[0].shape[0]
     yield ANOTHER_BATCH, _changed(example, lambda x: _grown(x, 0, 1, batch))
     pictures = [x for x in tensors if x.dim() == 4 and x.is_floating_point()]

@@ -132,7 +132,7 @@ def computes_in_double(model: nn.Module, example: Example) -> bool:
     Code that torch cannot intercept, such as scripted functions, may convert to float32.
 
     Raises:
-        PruneError: the model does not run in float64.
+        PruneError: The model does not run in float64.
     """
     with StaysDouble():
         tape = record(model, example, training=False)

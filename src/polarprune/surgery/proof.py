@@ -6,17 +6,21 @@ outputs are compared. `export` and `compact` return a model only after this proo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..errors import PruneError
+from ..errors import PruneError, reason_given
+from ..rewriting.node_functions import OtherSizes
 from ..rewriting.parametrizations import settle_weights
+from ..torch_internals.fused_encoders import stop_packing
 from ..torch_internals.patches import full_float32_precision
 from ..tracing.generation import Answer, CannotContinue, answers, split
 from ..tracing.mac_count import MISSING_FORMULAS
@@ -26,8 +30,20 @@ from ..tracing.model_state import (
     restored,
     without_fused_paths,
 )
-from .other_inputs import ANOTHER_BATCH
+from .other_inputs import ANOTHER_BATCH, OTHER_VALUES
 from .repeatable_runs import repeatable
+
+
+class Proof(NamedTuple):
+    """What a comparison of two models found.
+
+    Attributes:
+        differences: The largest relative difference, by mode and by name of the inputs.
+        skipped: Modes and inputs that were not compared, and why.
+    """
+
+    differences: dict[str, float]
+    skipped: dict[str, str]
 
 
 def outputs(model: nn.Module, example: Example, *, training: bool) -> list[Tensor]:
@@ -75,58 +91,68 @@ def relative_gap(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max()) / max(float(a.abs().max()), 1e-30)
 
 
+def deviation(gap: float) -> str:
+    """Say by how much outputs differ, or in what if the gap is infinite."""
+    return f"by {gap:.2g}" if math.isfinite(gap) else "in shape, dtype or finite elements"
+
+
 def prove_equal(
     one: nn.Module,
     other: nn.Module,
     example: Example,
     tolerance: float,
     fresh: Iterable[tuple[str, Example]] = (),
-) -> dict[str, float]:
+) -> Proof:
     """Raise unless two models agree in every mode in which the first one runs.
+
+    Inputs that the first model does not accept are skipped, and so are other sizes that a rewritten
+    forward of the second one refuses: code that depends on a size was rewritten for that of the
+    example, and refuses others instead of computing something else.
 
     Args:
         one: The gated model.
         other: The pruned model.
         example: The inputs that both models get.
         tolerance: The largest relative difference allowed.
-        fresh: More inputs with their names, for eval mode. Inputs that the first model does not
-            accept are skipped.
+        fresh: More inputs with their names, for eval mode.
 
     Returns:
-        The largest relative difference, by mode and by name of the inputs.
+        The differences, and what was skipped.
 
     Raises:
         PruneError: If the pruned model does not run, or if the difference exceeds the tolerance.
     """
-    generates, wanted = eval_answer(one, example)
+    wanted, no_token = eval_answer(one, example)
+    skipped = {ONE_MORE_TOKEN: no_token} if no_token else {}
+    generates = not no_token
     compare = partial(_compare, other, example, generates=generates, tolerance=tolerance)
     found = compare(wanted, training=False)
-    trained = _train_answer(one, example, generates)
-    if trained is not None:
+    try:
+        trained = _answer(one, example, training=True, generates=generates)
+    except Exception as error:  # detection models need targets, batch norm needs several samples
+        skipped["train"] = f"the gated model does not run: {reason_given(error)}"
+    else:
         found |= compare(trained, training=True)
     sizes = [tensor.shape[:1] for tensor in wanted]
     for name, inputs in fresh:
         gap = _difference_if_it_runs(one, other, inputs, name, sizes, generates)
-        if gap is not None:
+        if isinstance(gap, str):
+            skipped[name] = gap
+        else:
             found[name] = gap
             _check_gap(gap, tolerance, f"eval mode, {name}")
-    return found
+    return Proof(found, skipped)
 
 
-def eval_answer(model: nn.Module, example: Example) -> tuple[bool, Answer]:
-    """Return the answer in eval mode, and whether it has one more token if there is a cache."""
+def eval_answer(model: nn.Module, example: Example) -> tuple[Answer, str]:
+    """Return the answer in eval mode, with one more token if there is a cache; or why it has none.
+
+    The reason is empty if the answer has that token, or if there is no cache.
+    """
     try:
-        return True, _answer(model, example, training=False, generates=True)
-    except CannotContinue:  # `trace` has frozen the channels of the cache
-        return False, _answer(model, example, training=False, generates=False)
-
-
-def _train_answer(model: nn.Module, example: Example, generates: bool) -> Answer | None:
-    """Return the answer in train mode, or None if the model does not run in it."""
-    try:
-        return _answer(model, example, training=True, generates=generates)
-    except Exception:  # detection models need targets, batch norm needs several samples
-        return None
+        return _answer(model, example, training=False, generates=True), ""
+    except CannotContinue as error:  # `trace` has frozen the channels of the cache
+        return _answer(model, example, training=False, generates=False), reason_given(error)
 
 
 def _compare(
@@ -166,9 +192,9 @@ def _check_gap(gap: float, tolerance: float, where: str) -> None:
     """Raise if a difference is larger than allowed, or NaN."""
     if not gap <= tolerance:
         raise PruneError(
-            f"the pruned model differs by {gap:.2g} from the gated model (relative, {where}); at "
-            f"most {tolerance:.0e} is allowed. Nothing was exported. Please report this model, and "
-            f"freeze the affected part with keep=[...]."
+            f"the pruned model differs {deviation(gap)} from the gated model (relative, {where}); "
+            f"at most {tolerance:.0e} is allowed. Nothing was exported. Please report this model, "
+            f"and freeze the affected part with keep=[...]."
         )
 
 
@@ -179,12 +205,12 @@ def _difference_if_it_runs(
     name: str,
     sizes: list[torch.Size],
     generates: bool,
-) -> float | None:
-    """Return the largest difference in eval mode, or None if the inputs do not fit the models.
+) -> float | str:
+    """Return the largest difference in eval mode, or why these inputs cannot be compared.
 
     Args:
         one: The gated model. If it fails on the inputs, they are skipped.
-        other: The pruned model. It may refuse the inputs with a PruneError.
+        other: The pruned model. A rewritten forward may refuse sizes other than the example's.
         inputs: Inputs that differ from the example.
         name: The name of these inputs.
         sizes: The batch sizes of the outputs for the example. With larger pictures,
@@ -193,39 +219,39 @@ def _difference_if_it_runs(
     """
     try:
         wanted = list(_answer(one, inputs, training=False, generates=generates))
-    except Exception:  # the model does not support these sizes
-        return None
+    except Exception as error:  # the model does not support these sizes
+        return f"the gated model does not run: {reason_given(error)}"
     if name != ANOTHER_BATCH and [tensor.shape[:1] for tensor in wanted] != sizes:
-        return None
-    try:
-        found = list(_answer(other, inputs, training=False, generates=generates))
-    except CannotContinue as error:
-        raise PruneError(f"the pruned model does not run on {name}: {error}") from error
-    except PruneError:  # a rewritten forward that supports other sizes only
-        return None
-    except Exception as error:
-        raise PruneError(f"the pruned model does not run on {name}: {error}") from error
+        return "the outputs have another batch size than on the example"
+    with _failure_explained(f"on {name}"):
+        try:
+            found = list(_answer(other, inputs, training=False, generates=generates))
+        except OtherSizes as error:
+            if name == OTHER_VALUES:
+                raise
+            return f"the pruned model refuses these sizes: {reason_given(error)}"
     return _largest_gap(wanted, found)
 
 
-def prove_fused_paths(gated: nn.Module, small: nn.Module, example: Example) -> dict[str, float]:
+def prove_fused_paths(gated: nn.Module, small: nn.Module, example: Example) -> Proof:
     """Compare the models on the fused path that torch's attention takes under `torch.no_grad()`.
 
     torch does not take this path inside a `TorchFunctionMode`, so `prove_equal` does not cover it.
-    Returns an empty dict if there is no such path, or if a model draws random numbers.
+    Models that draw random numbers are skipped. Models without such a path have no entry.
     """
     fused = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
     if not any(isinstance(module, fused) for module in gated.modules()):
-        return {}
+        return Proof({}, {})
     with _failure_explained("under torch.no_grad()"):
         found = [_fused_outputs(model, example) for model in (gated, small)]
     if found[0] is None or found[1] is None:
-        return {}
+        return Proof({}, {_NO_GRAD: "the model draws random numbers in eval mode"})
     gap = _largest_gap(found[0], found[1])
     _check_gap(gap, _FUSED_TOLERANCE, "eval mode under torch.no_grad()")
-    return {"no_grad": gap}
+    return Proof({_NO_GRAD: gap}, {})
 
 
+_NO_GRAD = "no_grad"  # names the fused path
 _FUSED_TOLERANCE = 1e-4  # fused attention adds in a different order
 
 
@@ -234,10 +260,7 @@ def _fused_outputs(model: nn.Module, example: Example) -> list[Tensor] | None:
     args, kwargs = as_call(example)
     with restored(model, False), full_float32_precision():
         settle_weights(model)
-        for module in model.modules():
-            # With nested tensors, torch writes zeros at padded positions.
-            if isinstance(module, nn.TransformerEncoder):
-                module.use_nested_tensor = False
+        stop_packing(model)
         before = torch.get_rng_state()
         found = [tensor.detach() for tensor in split(model(*args, **kwargs)).read]
         return found if torch.equal(before, torch.get_rng_state()) else None

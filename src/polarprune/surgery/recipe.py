@@ -19,7 +19,7 @@ OTHER_MODEL = (
     "The recipe belongs to another model; give a fresh instance of the class and settings that "
     "were pruned."
 )
-Sizes = dict[str, int | list[int]]  # attribute -> new value
+NewAttributes = dict[str, int | list[int]]  # attribute -> new value
 
 
 @dataclass
@@ -30,23 +30,23 @@ class Recipe:
     paths in the original model.
 
     Attributes:
-        shapes: tensor -> its shape in the original model, for each tensor that is sliced.
-        slices: tensor -> axis (as a string) -> indices that are kept along that axis.
-        attributes: module -> attribute -> new value, for attributes that hold widths.
-        constants: layers that read or make no channel; a `Constant` replaces each of them.
-        identities: norms over no channels; an `nn.Identity` replaces each of them.
-        hollow: pooling, upsampling and padding layers that may be given no channels; each is
+        shapes: Tensor -> its shape in the original model, for each tensor that is sliced.
+        slices: Tensor -> axis (as a string) -> indices that are kept along that axis.
+        attributes: Module -> attribute -> new value, for attributes that hold widths.
+        constants: Layers that read or make no channel; a `Constant` replaces each of them.
+        identities: Norms over no channels; an `nn.Identity` replaces each of them.
+        hollow: Pooling, upsampling and padding layers that may be given no channels; each is
             wrapped in `ZeroChannelSafe`.
         heads: `nn.MultiheadAttention` module -> heads that are kept; `PrunedAttention` replaces it.
-        rewired: module -> its rewritten forward, as a stored graph.
-        removed: module -> child modules that its rewritten forward no longer calls.
-        computed: weights that a parametrization computes; they become plain parameters.
-        unread: tensors from which a layer computed its weight, and which nothing reads now.
+        rewired: Module -> its rewritten forward, as a stored graph.
+        removed: Module -> child modules that its rewritten forward no longer calls.
+        computed: Weights that a parametrization computes; they become plain parameters.
+        unread: Tensors from which a layer computed its weight, and which nothing reads now.
     """
 
     shapes: dict[str, list[int]] = field(default_factory=dict)
     slices: dict[str, dict[str, list[int]]] = field(default_factory=dict)
-    attributes: dict[str, Sizes] = field(default_factory=dict)
+    attributes: dict[str, NewAttributes] = field(default_factory=dict)
     constants: list[str] = field(default_factory=list)
     identities: list[str] = field(default_factory=list)
     hollow: list[str] = field(default_factory=list)

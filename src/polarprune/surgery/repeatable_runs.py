@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..rewriting.parametrizations import settle_weights
 from ..torch_internals.patches import full_float32_precision
+from ..torch_internals.process_settings import seed_generators
 from ..tracing.model_state import Args, Kwargs, named_tensors, restored
 
 TorchFunction = Callable[..., object]
@@ -89,20 +90,6 @@ def repeatable(model: nn.Module, training: bool) -> Iterator[None]:
         no_autocast[0],
         no_autocast[1],
     ):
-        _seed(model)
+        seed_generators(0, {x.device for _, x in named_tensors(model) if x.is_cuda})
         settle_weights(model)
         yield
-
-
-def _seed(model: nn.Module) -> None:
-    """Seed the generators that `restored` puts back: those of the CPU and of the model's GPUs.
-
-    `torch.manual_seed` also notes the seed for every kind of device that is not in use yet, with a
-    stack trace each time. That is slow, and would override the user's seed when the device is used.
-    """
-    torch.default_generator.manual_seed(0)
-    if not torch.cuda.is_initialized():
-        return
-    for device in {tensor.device for _, tensor in named_tensors(model) if tensor.is_cuda}:
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(0)

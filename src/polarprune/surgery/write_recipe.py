@@ -43,10 +43,10 @@ def write_sizes(
     """Return a recipe with the slices and the attributes of modules, but without their code.
 
     Args:
-        model: the model to cut.
-        graph: what `trace` found.
-        alive: the units that are left.
-        only: the modules whose attributes are wanted; all of them by default.
+        model: The model to cut.
+        graph: What `trace` found.
+        alive: The units that are left.
+        only: The modules whose attributes are wanted; all of them by default.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     wanted = modules if only is None else {path: modules[path] for path in only}
@@ -56,8 +56,8 @@ def write_sizes(
     # A layer whose weight is read but that is never called has no output to replace.
     recipe.constants = [path for path in recipe.constants if graph.ops_in(path)]
     followed = (item for item in graph.size_attributes.items() if item[0] in wanted)
-    for path, places in followed:
-        sizes = {name: graph.width(path, place, alive) for name, place in places.items()}
+    for path, widths in followed:
+        sizes = {name: graph.width(path, width, alive) for name, width in widths.items()}
         recipe.attributes.setdefault(path, {}).update(sizes)
     for path, module in wanted.items():
         _describe_by_activations(path, module, graph, alive, recipe)

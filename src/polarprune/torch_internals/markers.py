@@ -1,14 +1,19 @@
-"""Every attribute that polarprune attaches to objects, or reads from objects of others, by name.
+"""Every mark that polarprune attaches to an object, and those of others that it reads.
 
-A mark says something about a class, a function or a module that its type does not say: this hook
-belongs to a gate, this forward was made from that graph. All names of marks start with
-`polarprune_`, so that they do not clash with names of the user.
+A mark is an attribute that says something about a class, a function or a module that its type does
+not say: this hook belongs to a gate, this forward was made from that graph. The names of all marks
+of polarprune start with `polarprune_`, so that they do not clash with names of the user. The marks
+of others are those of `torch.compile` and of accelerate.
+
+Objects of libraries that polarprune does not import, such as the config of a model, a logger or a
+wrapped optimizer, are recognised by the attributes that their users know. That is done where they
+come in: `surgery/config_entries.py`, `integrations/loggers.py` and `validation/optimizers.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import fx, nn
 
@@ -19,6 +24,7 @@ _EXPOSED = "polarprune_exposed"
 _SOURCE = "polarprune_code"
 _RECIPE = "polarprune_recipe"
 _ORIGIN = "polarprune_origin"
+_RUN = "polarprune_run"
 STATE = "polarprune_state"  # also the name of the entry in the model's state dict
 
 
@@ -80,6 +86,13 @@ def uncompiled(model: Marked) -> Marked:
     return inner
 
 
+def is_offloaded(module: nn.Module) -> bool:
+    """Return whether accelerate loads the weights of this module only while it runs."""
+    hook = getattr(module, "_hf_hook", None)
+    hooks = getattr(hook, "hooks", (hook,))
+    return any(getattr(one, "offload", False) for one in hooks)
+
+
 def attach_recipe(model: nn.Module, recipe: Mapping[str, object]) -> None:
     """Attach to a pruned model the recipe that made it, as plain data; `save` stores it."""
     setattr(model, _RECIPE, recipe)
@@ -89,6 +102,22 @@ def attached_recipe(model: object) -> dict[str, object] | None:
     """Return the recipe that `attach_recipe` attached to a model, or None."""
     recipe: dict[str, object] | None = getattr(model, _RECIPE, None)
     return recipe
+
+
+def attach_run(model: nn.Module, run: Mapping[str, object]) -> None:
+    """Attach to the model in a checkpoint of Ultralytics what a run needs to resume."""
+    setattr(model, _RUN, run)
+
+
+def attached_run(model: object) -> dict[str, Any] | None:
+    """Return what `attach_run` attached to a model, or None."""
+    run: dict[str, Any] | None = getattr(model, _RUN, None)
+    return run
+
+
+def detach_run(model: nn.Module) -> None:
+    """Undo `attach_run`."""
+    delattr(model, _RUN)
 
 
 class StateHooks(Protocol):

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..errors import PruneError
+from ..torch_internals.process_settings import seed_generators
 from .generation import Answer, CannotContinue, answers, further_call
 from .model_state import Example, as_call, restored, tensors_in, without_fused_paths
 from .op_recorder import OpRecorder, default_seeds
@@ -146,7 +147,7 @@ def _run(
     reads = PythonReads(recorder, watch_sizes)
     cached: list[Value] = []
     with restored(model, training), without_fused_paths(model), recorder, reads:
-        torch.default_generator.manual_seed(TRACING_SEED)
+        seed_generators(TRACING_SEED)
         recorder.seeds = default_seeds()
         if watch_sizes:
             watch_attributes(model.named_modules(), recorder.tape.sizes)

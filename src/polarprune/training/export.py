@@ -10,7 +10,7 @@ from ..channels.graph import plan_of
 from ..gates.sharding import gathered_copy
 from ..surgery.config_proof import update_config
 from ..surgery.cut_proof import prove_cut
-from ..surgery.proof import check_macs, example_for
+from ..surgery.proof import Proof, check_macs, example_for
 from ..tracing.model_state import empty_slots, named_tensors, slots_cleared
 from ..validation.run import (
     check_done,
@@ -70,8 +70,8 @@ class Exporter:
             update_config(small, self._example)
         return small
 
-    def prove(self, small: nn.Module) -> dict[str, float]:
-        """Compare the small model with the gated one; return the largest differences."""
+    def prove(self, small: nn.Module) -> Proof:
+        """Compare the small model with the gated one."""
         run = self._run
         with slots_cleared(self._slots):
             found = prove_cut(

@@ -76,6 +76,7 @@ class Pruner:
         compactions: The number of times that the model was compacted.
         copies: Copies of the gated model that `compact` cuts besides the averages that it finds.
         proof: The largest difference that the last `export` found, for every mode.
+        skipped: What the last `export` did not compare, and why.
 
     Raises:
         PruneError: If an argument is wrong, the model cannot be traced, no channel is prunable, or
@@ -134,6 +135,7 @@ class Pruner:
         self.budget = self._run.budget
         self.gates: dict[str, Gate] = self._run.gates
         self.proof: dict[str, float] = {}
+        self.skipped: dict[str, str] = {}
 
     # --- in the training loop ---------------------------------------------------------------------
 
@@ -281,7 +283,7 @@ class Pruner:
         Example:
             >>> print(pruner.report())  # doctest: +SKIP
         """
-        return self._run.report(self.proof)
+        return self._run.report(self.proof, self.skipped)
 
     # --- smaller models ---------------------------------------------------------------------------
 
@@ -345,7 +347,7 @@ class Pruner:
         warn_of_hooks(exporter.gated)
         small = exporter.small()
         if verify:
-            self.proof = exporter.prove(small)
+            self.proof, self.skipped = exporter.prove(small)
             exporter.check_latency(small)
         return small
 

@@ -15,7 +15,7 @@ from ..channels.graph import Graph, Plan, plan_of
 from ..cost.budget import Budget
 from ..cost.stopwatch import Stopwatch
 from ..gates.gate import Gate
-from ..gates.sharding import install_gates, whole_model
+from ..gates.sharding import install_gates, unsharded_model
 from ..report.groups import graph_facts
 from ..report.loading import class_name
 from ..report.report import Report
@@ -68,15 +68,15 @@ class PruningRun:
     ) -> None:
         self.model, self.example, self.trace, self.settings = model, example, trace, settings
         self.processes = Processes(model)
-        whole = whole_model(model)
-        self.graph = trace(whole, example)
+        unsharded = unsharded_model(model)
+        self.graph = trace(unsharded, example)
         check_prunable(self.graph)
         self.budget = Budget(self.graph, settings.limits or {"macs": 0.0}, settings.multiple_of)
-        self.stopwatch = self._stopwatch(whole)
+        self.stopwatch = self._stopwatch(unsharded)
         if settings.limits:
             self.budget.check_reachable()
         slots = empty_slots(model)
-        self.gates: dict[str, Gate] = install_gates(model, whole, self.graph, example)
+        self.gates: dict[str, Gate] = install_gates(model, unsharded, self.graph, example)
         self.stepper = Stepper(
             self.gates,
             self.budget.owner,
@@ -127,13 +127,14 @@ class PruningRun:
         """Return the indices of the channels to keep, by group name."""
         return plan_of(self.graph, self.kept())
 
-    def report(self, proof: Mapping[str, float]) -> Report:
-        """Return what happened so far, and the differences that the last export found."""
+    def report(self, proof: Mapping[str, float], skipped: Mapping[str, str]) -> Report:
+        """Return what happened so far; the last export found `proof`, and skipped `skipped`."""
         return Report(
             **graph_facts(self.graph, self.plan()),
             settings=self.settings.as_data(),
             history=copy.deepcopy(self.steering.progress.history),
             proof=dict(proof),
+            skipped=dict(skipped),
             results={"latency_ms": self.stopwatch.results} if self.stopwatch else {},
             model=class_name(self.model),
         )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..gates.gate import Gate
-from ..gates.sharding import have_pieces, whole_vector, write_pieces
+from ..gates.sharding import have_pieces, unsharded_vector, write_pieces
 from ..torch_internals.parallel import is_distributed
 from .proximal import prox_l0, prox_l1
 from .schedule import Schedule
@@ -90,7 +90,7 @@ class Stepper:
     @torch.no_grad()
     def flat(self) -> Tensor:
         """Return α of all gates, with zeros for those that were removed."""
-        return self._at_original_positions(whole_vector(self.alphas))
+        return self._at_original_positions(unsharded_vector(self.alphas))
 
     @torch.no_grad()
     def last(self) -> Tensor:
@@ -188,7 +188,7 @@ class Stepper:
                 torch.zeros_like(a) if grad is None else grad
                 for a, grad in zip(self.alphas, grads, strict=True)
             ]
-            slope = self._at_original_positions(whole_vector(present))
+            slope = self._at_original_positions(unsharded_vector(present))
         before, eps = self.before.double(), self.eps.double()
         change = slope.double() * before * (before * before + eps) / (2 * eps)
         self.worth += (change.square() - self.worth) * self.weight

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,13 +28,13 @@ def check_settings(
     """Check the goal and the other settings of a run; return the budgets that were given.
 
     Args:
-        wanted: the budget for each resource, or None.
+        wanted: The budget for each resource, or None.
         lam: λ of the paper's plain mode, or None.
-        steps: the number of optimizer steps.
-        multiple_of: every kept width is a multiple of this number.
+        steps: The number of optimizer steps.
+        multiple_of: Every kept width is a multiple of this number.
 
     Raises:
-        PruneError: if a value is wrong, or the goal is missing or given twice.
+        PruneError: If a value is wrong, or the goal is missing or given twice.
     """
     limits = {key: value for key, value in wanted.items() if value is not None}
     _check_goal(limits, lam)
@@ -109,6 +110,23 @@ def keep_patterns(keep: object) -> tuple[str, ...]:
     return found
 
 
+def check_keep(pattern: str, hits: Sequence[object]) -> None:
+    """Refuse a pattern of `keep` that matches nothing."""
+    if not hits:
+        raise PruneError(
+            f"keep: no module with parameters matches {pattern!r}. Names are as in "
+            f"model.named_modules(); * matches anything."
+        )
+
+
+def check_tracing(norms: object, min_channels: object) -> None:
+    """Refuse other settings of `trace` and `Pruner` than a bool and a number of channels."""
+    if not isinstance(norms, bool):
+        raise PruneError(f"norms={norms!r}: give True or False.")
+    if type(min_channels) is not int or min_channels < 0:
+        raise PruneError(f"min_channels={min_channels!r}: give a number of channels, 0 or more.")
+
+
 def checked_reasons(frozen: object) -> dict[str, str]:
     """Return names of groups with the reasons why they are frozen."""
     found = frozen or {}
@@ -169,3 +187,26 @@ def check_path(where: str, path: object) -> None:
     """Require the name of a file."""
     if not isinstance(path, (str, os.PathLike)) or not str(path):
         raise PruneError(f"{where}: path={path!r}; give the name of a file.")
+
+
+def check_new_file(file: Path, endings: Iterable[str]) -> None:
+    """Require the name of a file with one of these endings, in a folder that exists."""
+    if file.suffix not in endings:
+        raise PruneError(f"{file}: give a name that ends in {' or '.join(endings)}.")
+    if file.is_dir() or not file.parent.is_dir():
+        what = "that is a folder" if file.is_dir() else f"there is no folder {file.parent}"
+        raise PruneError(f"{file}: {what}; give another path.")
+
+
+def check_snapshots(count: object) -> None:
+    """Require a number of rows that has room for the first and the last."""
+    if not is_count(count) or count < 2:
+        raise PruneError(f"snapshots: count={count!r}; give an integer of at least 2.")
+
+
+def check_history(rows: Sequence[object]) -> None:
+    """Require a report with a history."""
+    if not rows:
+        raise PruneError(
+            "save_gate_histogram: the report has no history; take it from pruner.report()."
+        )

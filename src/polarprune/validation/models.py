@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PruneError
-from ..torch_internals.markers import is_compiled
+from ..torch_internals.markers import is_compiled, is_offloaded
 from ..torch_internals.parallel import (
     is_distributed,
     is_sharded,
@@ -85,9 +85,7 @@ def _check_not_wrapped(model: nn.Module) -> None:
 def _check_one_device(model: nn.Module) -> None:
     """Refuse weights that accelerate loads while a module runs, and weights on several devices."""
     for path, module in model.named_modules():
-        hook = getattr(module, "_hf_hook", None)
-        hooks = getattr(hook, "hooks", (hook,))
-        if any(getattr(one, "offload", False) for one in hooks):
+        if is_offloaded(module):
             raise PruneError(
                 f"the weights of {path or 'the model'} are offloaded by accelerate, which loads "
                 f"them only while the module runs: no gate can reach them. Load the model onto one "

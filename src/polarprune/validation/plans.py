@@ -1,8 +1,8 @@
-"""Check pruning plans: which channels of each group to keep."""
+"""Check what users say about groups: plans, names of groups, and patterns of such names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from numbers import Integral
 
 from ..errors import PruneError
@@ -37,6 +37,34 @@ def check_groups(argument: str, names: Iterable[str], groups: Iterable[str]) -> 
             raise PruneError(
                 f"{argument}: no group is named {name!r}. print(polarprune.trace(model, example)) "
                 f"lists the groups."
+            )
+
+
+def check_uniform(
+    uniform: bool | Iterable[str], found: Collection[str], prunable: Iterable[str]
+) -> None:
+    """Refuse `uniform=True` without families of groups, and patterns without one.
+
+    Args:
+        uniform: True, or patterns of names of groups.
+        found: The positions, or the patterns, that several groups have in common.
+        prunable: The names of the prunable groups.
+    """
+    if isinstance(uniform, bool):
+        if not found:
+            raise PruneError(
+                "uniform=True: no two prunable groups are at the same position of repeated blocks, "
+                "that is of modules in a ModuleList, Sequential or ModuleDict. Give patterns of "
+                "names of groups, such as uniform=['block*.conv1'], or leave uniform out."
+            )
+        return
+    for pattern in uniform:
+        if pattern not in found:
+            some = ", ".join(list(prunable)[:4])
+            raise PruneError(
+                f"uniform: {pattern!r} matches no two prunable groups of the same size; a group "
+                f"belongs to the first pattern that matches it. Give patterns of names of groups "
+                f"({some}, …: print(polarprune.trace(model, example)) lists them), or uniform=True."
             )
 
 

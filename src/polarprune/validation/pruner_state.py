@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ..channels.graph import Graph
 
 State = dict[str, Any]  # the parts of a pruner's state, by name: tensors and plain data
-_Number = float | Tensor
-_Range = tuple[_Number, Callable[[_Number], bool]]  # a value, and whether it is in range
+_Values = float | Tensor
+_Range = tuple[_Values, Callable[[_Values], bool]]  # a value, and whether it is in range
 
 _REMEDY = "Pass the dict that pruner.state_dict() returned"
 
@@ -188,12 +188,12 @@ def _check_numbers(state: State, own: State, deadline: int) -> None:
             _refuse(part, "has values out of range")
 
 
-def _is_positive(value: _Number) -> bool:
+def _is_positive(value: _Values) -> bool:
     """Return whether all numbers are above 0."""
     return bool((torch.as_tensor(value) > 0).all())
 
 
-def _is_not_negative(value: _Number) -> bool:
+def _is_not_negative(value: _Values) -> bool:
     """Return whether all numbers are 0 or above."""
     return bool((torch.as_tensor(value) >= 0).all())
 

@@ -35,11 +35,12 @@ def check_prunable(graph: Graph) -> None:
     """Require at least one prunable group."""
     if not graph.prunable:
         reasons = dict.fromkeys([*graph.notes, *(g.reason for g in graph.groups.values())])
+        norms = f"norms=True may make {graph.with_norms} channels prunable. "
         raise PruneError(
             "no prunable channels: every group is frozen ("
             + ("; ".join(list(reasons)[:3]) or "there are no groups")
             + "). "
-            + (f"norms=True may open {graph.with_norms} channels. " if graph.with_norms else "")
+            + (norms if graph.with_norms else "")
             + "Print polarprune.trace(model, example) for the whole list."
         )
 
@@ -95,11 +96,11 @@ def check_done(
     """Refuse an export before the budget is met.
 
     Args:
-        limits: the budgets; empty with `lam`.
-        share: the share of each resource that is left.
-        step: optimizer steps done.
-        steps: optimizer steps announced.
-        deadline: the step at which the budget will be met, or 0 if it has been.
+        limits: The budgets; empty with `lam`.
+        share: The share of each resource that is left.
+        step: Optimizer steps done.
+        steps: Optimizer steps announced.
+        deadline: The step at which the budget will be met, or 0 if it has been.
     """
     taken = f"{step} of {steps} steps were taken"
     now = ", ".join(f"{key} {share[key]:.3f} (budget {limit})" for key, limit in limits.items())

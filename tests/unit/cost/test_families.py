@@ -13,7 +13,7 @@ import polarprune as pp
 from polarprune.analysis.trace import survey
 from polarprune.channels.graph import Graph
 from polarprune.cost.budget import Budget
-from polarprune.cost.families import Families
+from polarprune.cost.families import FamilyIndex
 from polarprune.cost.other_scores import plan_by_score, random_scores
 from tests.helpers.nets import digits_resnet
 from tests.helpers.repeated_nets import NETS, made
@@ -184,7 +184,7 @@ def test_plans_by_other_scores_are_uniform_too(name: str) -> None:
 
 
 def test_values_are_converted_between_groups_and_families() -> None:
-    families = Families(["a", "b", "c", "d"], [("a", "c")])
+    families = FamilyIndex(["a", "b", "c", "d"], [("a", "c")])
     assert families.number.tolist() == [0, 1, 0, 2] and families.first.tolist() == [0, 1, 3]
     values = torch.tensor([1.0, 2.0, 3.0, 4.0])
     assert families.totals(values).tolist() == [4, 2, 4]
@@ -192,5 +192,5 @@ def test_values_are_converted_between_groups_and_families() -> None:
     assert families.most(values).tolist() == [3, 2, 4]
     rows = torch.tensor([[5.0, 6.0, 7.0], [8.0, 9.0, 1.0]])
     assert families.of_groups(rows).tolist() == [[5, 6, 5, 7], [8, 9, 8, 1]]
-    alone = Families(["a", "b"], [])
+    alone = FamilyIndex(["a", "b"], [])
     assert alone.totals(values) is values and alone.of_groups(values) is values

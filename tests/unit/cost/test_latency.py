@@ -86,9 +86,9 @@ def test_a_measured_share_corrects_the_model() -> None:
     found.coefs[1] = 1.0
     half = torch.floor(graph.cost.full / 2)
     found.correct(half, 0.8)
-    assert float(found(half)) / found.whole == pytest.approx(0.8)
+    assert float(found(half)) / found.measured == pytest.approx(0.8)
     graph.cost.parts["latency"] = found
-    assert graph.cost.original()["latency"] == found.whole == 1e6  # measured, not modelled
+    assert graph.cost.original()["latency"] == found.measured == 1e6  # measured, not modelled
     assert graph.cost.share(half)["latency"] == pytest.approx(0.8)
     other = Latency(Terms(graph), graph.cost.full, 2.0)
     other.load(found.state())
@@ -239,7 +239,7 @@ def test_real_models_of_many_widths_are_timed() -> None:
     watch = stopwatch.Stopwatch(net(), graph, IMAGES, 0.9)
     watch.runs = 8
     found = watch._fitted(torch.ones_like(graph.cost.full), torch.ones(len(graph.prunable)))
-    assert found.whole > 0 and bool((found.coefs >= 0).all())
+    assert found.measured > 0 and bool((found.coefs >= 0).all())
     assert bool(found.coefs.any()) and math.isfinite(float(found(graph.cost.full)))
     small = Budget(graph, {"macs": 0.5}).lowest_widths()
     assert watch.share(watch.small(small)) > 0

@@ -11,8 +11,10 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import polarprune as pp
+import polarprune.integrations.pretrained_folder
 from benchmarks.measure.load_folders import load_elsewhere, store_answers
 from polarprune.integrations.transformers import save_pretrained
 from tests.helpers.nets import digits_resnet
@@ -214,7 +216,7 @@ def test_a_class_that_reads_the_sizes_of_every_layer_gets_them(tmp_path: Path) -
 
 def test_a_scale_that_follows_from_the_hidden_size_is_refused(tmp_path: Path) -> None:
     small, example = halved("gemma", "stream")
-    with pytest.raises(pp.PruneError, match=r"hidden_size.* differ by .*embed_tokens.*embed_scale"):
+    with pytest.raises(pp.PruneError, match=r"hidden_size.* differ by .*tokens.*embed_scale"):
         save_pretrained(small, tmp_path / "small", example)
     assert not list(tmp_path.iterdir())
 
@@ -237,6 +239,32 @@ def damage_the_config(folder: Path) -> None:
 
 def fill_the_disk(folder: Path) -> None:
     raise OSError(28, "No space left on device")
+
+
+def test_a_loaded_model_that_fails_is_refused_with_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small, example = halved("llama", "mlp")
+    real = polarprune.integrations.pretrained_folder._loaded
+
+    def loaded(method: str) -> Any:
+        def fails(*args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("sizes do not fit")
+
+        def load(*args: Any) -> nn.Module:
+            model = real(*args)
+            monkeypatch.setattr(model, method, fails)
+            return model
+
+        return load
+
+    for method, message in (
+        ("forward", "does not run on the example: RuntimeError: sizes do not fit"),
+        ("generate", "does not generate with use_cache=False: RuntimeError: sizes do not fit"),
+    ):
+        monkeypatch.setattr(polarprune.integrations.pretrained_folder, "_loaded", loaded(method))
+        with pytest.raises(pp.PruneError, match=message):
+            save_pretrained(small, tmp_path / "small", example)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from benchmarks.pages.transformers import MARKS, TITLES, summary, table
+from benchmarks.pages.transformers_page import MARKS, TITLES, summary, table
 from benchmarks.store import read_numbers
 
 TEXT = (Path(__file__).parents[3] / "docs" / "transformers.md").read_text(encoding="utf-8")

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import polarprune as pp
+from polarprune.rewriting.node_functions import OtherSizes
 from polarprune.rewriting.node_names import describe
 from polarprune.rewriting.remove_branches import removable_branches
 from polarprune.rewriting.symbolic_graphs import editable_graph
@@ -75,7 +76,7 @@ def test_another_size_is_refused_with_the_module_and_the_line(
         rf"blocks\.0 \(Rows\), test_messages\.py:{LINE}, operation \*: the forward of this module "
         r"was rewritten for the sizes of the example: it expects 12 but got 10\. Trace with "
     )
-    with pytest.raises(pp.PruneError, match=f"^{wanted}"):
+    with pytest.raises(OtherSizes, match=f"^{wanted}"):
         model(torch.randn(2, 3, 5, 5))
 
 

@@ -81,7 +81,8 @@ def test_another_batch_size_gives_what_the_original_gives(name: str, batch: int)
     other = images(batch, *CASES[name].shape[1:])
     for this in cuts(name):
         modes = {"eval", "train"}
-        assert prove_equal(this.masked, this.small, (other,), 1e-10).keys() == modes
+        found = prove_equal(this.masked, this.small, (other,), 1e-10)
+        assert found.differences.keys() == modes
 
 
 @every_case

@@ -72,7 +72,7 @@ def test_a_scale_that_follows_from_a_width_is_refused(scaled: float) -> None:
     small = pruned(perceptrons(scaled=scaled), {"stages.0": [0, 1, 2]})
     assert small.config.stages == [8, 8]
     message = refusal(small)
-    assert "built with stages.0 as pruned has the right shapes, but its outputs differ" in message
+    assert "with stages.0 as pruned has the right shapes, but its outputs differ by" in message
     assert "perhaps because of scale" in message
 
 
@@ -82,6 +82,29 @@ def test_sizes_that_the_config_refuses_are_refused() -> None:
         pruned(perceptrons(EvenSizes), odd)
     )
     assert pruned(perceptrons(EvenSizes), INNER).config.inner == 4
+
+
+def test_sizes_with_which_the_class_cannot_be_built_are_refused_with_its_error() -> None:
+    class Divisible(Perceptrons):
+        def __init__(self, config: Any) -> None:
+            if config.inner % 5:
+                raise ValueError(f"inner={config.inner} is not a multiple of 5")
+            super().__init__(config)
+
+    message = refusal(pruned(Divisible(perceptrons().config), INNER))
+    assert "Divisible cannot be built: ValueError: inner=4 is not a multiple of 5" in message
+
+
+def test_sizes_with_which_the_class_does_not_run_are_refused_with_its_error() -> None:
+    class Rigid(Perceptrons):
+        def forward(self, x: Any) -> Any:
+            if self.config.inner == 4:
+                raise RuntimeError("inner=4 does not run")
+            return super().forward(x)
+
+    message = refusal(pruned(Rigid(perceptrons().config), INNER))
+    assert "Rigid built with inner as pruned does not run: RuntimeError: inner=4 does" in message
+    assert "keep=[...]" in message and "inf" not in message
 
 
 def test_a_layer_without_channels_is_refused() -> None:

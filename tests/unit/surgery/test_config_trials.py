@@ -63,6 +63,19 @@ def test_further_widths_that_a_config_refuses_are_listed() -> None:
     assert refused.keys() == {5, 7} and "inner has to be even" in refused[5]
 
 
+def test_further_widths_with_which_the_class_cannot_be_built_are_listed_with_its_error() -> None:
+    class NotTwo(Perceptrons):
+        def __init__(self, config: Any) -> None:
+            if config.inner == 2:
+                raise ValueError("inner=2 is too small")
+            super().__init__(config)
+
+    found = trials(NotTwo(perceptrons().config))
+    configs = {width: found.config_for(dict.fromkeys(BLOCKS, width)) for width in (8, 4)}
+    refused = found.refused_widths(configs, [2, 6])
+    assert refused == {2: "NotTwo cannot be built: ValueError: inner=2 is too small"}
+
+
 def test_a_part_of_the_model_may_have_the_config() -> None:
     class Wrapper(nn.Module):
         def __init__(self) -> None:

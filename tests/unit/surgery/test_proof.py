@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import polarprune as pp
+from polarprune.errors import reason_given
+from polarprune.report.report import Report
+from polarprune.rewriting.node_functions import OtherSizes
 from polarprune.surgery.cut_proof import prove_cut
 from polarprune.surgery.other_inputs import fresh_inputs
 from polarprune.surgery.precision import WidensOnReading
@@ -131,7 +135,7 @@ def test_a_difference_on_other_sizes_only_is_found() -> None:
     x = torch.randn(2, 3, 8, 8)
     one, other = Odd(1.0), Odd(2.0)
     other.load_state_dict(one.state_dict())
-    assert prove_equal(one, other, x, 1e-5).keys() == {"eval", "train"}
+    assert prove_equal(one, other, x, 1e-5).differences.keys() == {"eval", "train"}
     with pytest.raises(pp.PruneError, match="another picture size"):
         prove_equal(one, other, x, 1e-5, fresh_inputs(x))
 
@@ -163,11 +167,94 @@ def test_a_cut_model_that_fails_on_another_batch_is_refused() -> None:
     other.load_state_dict(one.state_dict())
     with pytest.raises(pp.PruneError, match="does not run on another batch size"):
         prove_equal(one, other, x, 1e-5, fresh_inputs(x))
-    assert prove_equal(other, one, x, 1e-5, fresh_inputs(x)).keys() == {
-        "eval",
-        "train",
-        "other values",
+    found = prove_equal(other, one, x, 1e-5, fresh_inputs(x))
+    assert found.differences.keys() == {"eval", "train", "other values"}
+    assert found.skipped.keys() == {"another batch size", "another size of axis 1"}
+    assert "does not run: RuntimeError: shape '[2, 6]' is" in found.skipped["another batch size"]
+
+
+class Expects(nn.Module):
+    """A model that refuses what `refuses` says, as a rewritten forward does."""
+
+    def __init__(self, refuses: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.refuses = nn.Conv2d(3, 3, 1), refuses
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.refuses(x):
+            raise OtherSizes("a picture of another size")
+        out: Tensor = self.a(x)
+        return out
+
+
+def test_sizes_that_only_the_pruned_model_refuses_are_skipped_with_the_reason() -> None:
+    x = torch.randn(2, 3, 8, 8)
+    one, other = Expects(lambda x: False), Expects(lambda x: x.shape[-1] != 8)
+    found = prove_equal(one, other, x, 1e-5, fresh_inputs(x))
+    assert found.skipped.keys() == {"another picture size"}
+    reason = found.skipped["another picture size"]
+    assert reason == "the pruned model refuses these sizes: a picture of another size"
+
+
+def test_other_values_have_to_run_in_the_pruned_model() -> None:
+    x = torch.randn(2, 3, 8, 8)
+    one, other = Expects(lambda x: False), Expects(lambda y: not torch.equal(x, y))
+    with pytest.raises(pp.PruneError, match="does not run on other values"):
+        prove_equal(one, other, x, 1e-5, fresh_inputs(x))
+
+
+def test_any_other_error_of_the_pruned_model_is_an_error_of_the_proof() -> None:
+    class Refuses(Expects):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.refuses(x):
+                raise pp.PruneError("no")
+            return super().forward(x)
+
+    x = torch.randn(2, 3, 8, 8)
+    one, other = Expects(lambda x: False), Refuses(lambda x: x.shape[-1] != 8)
+    with pytest.raises(pp.PruneError, match="does not run on another picture size: no"):
+        prove_equal(one, other, x, 1e-5, fresh_inputs(x))
+
+
+def test_outputs_whose_batch_size_follows_the_picture_are_skipped_with_the_reason() -> None:
+    class Flat(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.view(-1, 64)
+
+    x = torch.randn(2, 3, 8, 8)
+    found = prove_equal(Flat(), Flat(), x, 1e-5, fresh_inputs(x))
+    assert found.skipped == {
+        "another picture size": "the outputs have another batch size than on the example"
     }
+
+
+def test_a_run_says_which_modes_it_could_not_compare_and_why() -> None:
+    class OnlyEval(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training and not x.requires_grad:
+                raise ValueError("needs targets")
+            out: Tensor = super().forward(x)
+            return out
+
+    x = torch.randn(3, 6)
+    model = OnlyEval(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4))
+    pruner = trained(model.eval(), x)
+    assert pruner.skipped == {}
+    pruner.export()
+    assert pruner.skipped["train"] == "the gated model does not run: ValueError: needs targets"
+    assert "train" not in pruner.proof and "eval" in pruner.proof
+    report = pruner.report()
+    line = "export() did not compare: train (the gated model does not run: ValueError: needs"
+    assert line in str(report) and line in report.to_html()
+    assert line in str(Report.from_json(report.to_json()))
+
+
+def test_a_reason_is_one_short_line_and_names_the_type_of_error() -> None:
+    assert reason_given(ValueError("no heads.\nmore")) == "ValueError: no heads"
+    assert reason_given(pp.PruneError("give one. ")) == "give one"
+    assert reason_given(KeyError()) == "KeyError"
+    assert len(reason_given(ValueError("x" * 10_000))) < 400
 
 
 def test_the_example_may_change_after_the_pruner_is_built() -> None:
@@ -394,7 +481,7 @@ def test_a_loss_hides_no_difference() -> None:
         prove_cut(one, other, X, lambda model, copied: copy.deepcopy(other).double())
     same = copy.deepcopy(one)
     found = prove_cut(one, same, X, lambda model, copied: copy.deepcopy(model))
-    assert found.keys() >= {"eval, in float64", "train, in float64"}
+    assert found.differences.keys() >= {"eval, in float64", "train, in float64"}
 
 
 # --- low precision --------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import polarprune as pp
 from polarprune.rewriting import capture
 from polarprune.rewriting.allowed_calls import FACTORIES
 from polarprune.rewriting.captured_forward import CapturedForward
-from polarprune.torch_internals import class_swaps, markers, patches
+from polarprune.torch_internals import class_swaps, markers, patches, process_settings
 from tests.helpers.nets import NETS
 
 ROOT = Path(pp.__file__).parent
@@ -302,26 +302,112 @@ def test_a_recipe_is_attached_to_its_model() -> None:
     assert markers.attached_recipe(model) == {"version": 2}
 
 
+# --- settings of the process ----------------------------------------------------------------------
+
+
+def test_threads_and_cudnn_are_restored_after_an_exception() -> None:
+    threads, tuned = torch.get_num_threads(), torch.backends.cudnn.benchmark
+    with (
+        pytest.raises(ZeroDivisionError),
+        process_settings.cpu_threads(threads + 1),
+        process_settings.convolutions_tuned(),
+    ):
+        assert torch.get_num_threads() == threads + 1 and torch.backends.cudnn.benchmark
+        raise ZeroDivisionError
+    assert torch.get_num_threads() == threads and torch.backends.cudnn.benchmark == tuned
+
+
+def test_no_threads_leave_the_number_as_it_is() -> None:
+    threads = torch.get_num_threads()
+    with process_settings.cpu_threads(0):
+        assert torch.get_num_threads() == threads
+
+
 # --- only here ------------------------------------------------------------------------------------
+
+PROGRAMS = ("experiments", "cli")  # they own the process, so they seed it and resume its generators
+SEEDS = ("torch.manual_seed", "torch.set_rng_state", "torch.cuda.set_rng_state")
+SETTINGS = (
+    "torch.set_",
+    "torch.use_deterministic",
+    "torch.default_generator.",
+    "torch.cuda.manual_seed",
+    *SEEDS,
+)
+SWITCHES = ("use_nested_tensor", "activation_relu_or_gelu")  # of torch's encoders
+MARKS = ("_orig_mod", "_hf_hook", "offload")
+NOT_SETTINGS = ("torch.set_grad_enabled", "torch.random.fork_rng")  # context managers of torch
+
+
+def outside(found: Callable[[ast.AST], bool], *allowed: str) -> list[str]:
+    """Return where other packages have such code."""
+    return [
+        f"{path.relative_to(ROOT)}: {ast.unparse(node)}"
+        for path in ROOT.rglob("*.py")
+        if path.relative_to(ROOT).parts[0] not in ("torch_internals", *allowed)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if found(node)
+    ]
 
 
 def test_no_other_package_replaces_classes_or_members_of_torch() -> None:
-    found = [
-        f"{path.relative_to(ROOT)}:{node.lineno}"
-        for path in ROOT.rglob("*.py")
-        if path.parent.name != "torch_internals"
-        for node in ast.walk(ast.parse(path.read_text()))
-        if _assigns(node, "__class__", "fp32_precision") or _patches_torch(node)
-    ]
-    assert not found
+    assert not outside(lambda node: _assigns(node, "__class__", "fp32_precision"))
+    assert not outside(_patches_torch)
+
+
+def test_no_other_package_changes_settings_of_the_process() -> None:
+    assert not outside(lambda node: _calls(node, *SETTINGS) and not _calls(node, *SEEDS))
+    assert not outside(lambda node: _calls(node, *SEEDS), *PROGRAMS)
+    assert not outside(_sets_a_backend)
+
+
+def test_no_other_package_switches_kernels_of_encoders() -> None:
+    assert not outside(lambda node: _assigns(node, *SWITCHES))
+
+
+def test_no_other_package_knows_the_marks_of_others() -> None:
+    assert not outside(lambda node: isinstance(node, ast.Constant) and node.value in MARKS)
+
+
+@pytest.mark.parametrize(
+    ("code", "check"),
+    [
+        ("x.__class__ = y", lambda node: _assigns(node, "__class__")),
+        ("x.use_nested_tensor = False", lambda node: _assigns(node, *SWITCHES)),
+        ("setattr(torch, 'zeros', f)", lambda node: _patches_torch(node)),
+        ("torch.zeros = f", lambda node: _patches_torch(node)),
+        ("torch.backends.mha.set_fastpath_enabled(False)", lambda node: _patches_torch(node)),
+        ("torch.backends.cudnn.benchmark = True", lambda node: _sets_a_backend(node)),
+        ("torch.set_num_threads(2)", lambda node: _calls(node, *SETTINGS)),
+        ("torch.default_generator.manual_seed(0)", lambda node: _calls(node, *SETTINGS)),
+    ],
+)
+def test_the_checks_find_such_code(code: str, check: Callable[[ast.AST], bool]) -> None:
+    assert any(map(check, ast.walk(ast.parse(code))))
+
+
+def _targets(node: ast.AST) -> list[ast.expr]:
+    if isinstance(node, ast.Assign):
+        return node.targets
+    return [node.target] if isinstance(node, (ast.AugAssign, ast.AnnAssign)) else []
 
 
 def _assigns(node: ast.AST, *attributes: str) -> bool:
-    targets = node.targets if isinstance(node, ast.Assign) else []
-    return any(isinstance(t, ast.Attribute) and t.attr in attributes for t in targets)
+    return any(isinstance(t, ast.Attribute) and t.attr in attributes for t in _targets(node))
+
+
+def _calls(node: ast.AST, *names: str) -> bool:
+    name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+    return name.startswith(names) and name not in NOT_SETTINGS
+
+
+def _sets_a_backend(node: ast.AST) -> bool:
+    return any(ast.unparse(target).startswith("torch.backends.") for target in _targets(node))
 
 
 def _patches_torch(node: ast.AST) -> bool:
+    if any(ast.unparse(target).startswith("torch.") for target in _targets(node)):
+        return True
     if not isinstance(node, ast.Call) or not node.args:
         return False
     name = ast.unparse(node.func)

@@ -11,7 +11,23 @@ from ..reasons import because, unlabelled
 
 
 def pointwise(flow: Flow, op: Op) -> None:
-    """Join the labels of operands that vary along the same axis, element by element."""
+    """Join the labels of operands that vary along the same axis, element by element.
+
+    Args:
+        flow: The labels of all tensors.
+        op: The operation.
+
+    Example:
+        >>> from polarprune.rules import pointwise
+        >>> class Squashed(torch.nn.Linear):
+        ...     def forward(self, x):
+        ...         return super().forward(x).erfc()
+        >>> model = torch.nn.Sequential(Squashed(4, 8), torch.nn.Linear(8, 2))
+        >>> rules = {torch.ops.aten.erfc: pointwise}
+        >>> graph = pp.trace(model, torch.randn(1, 4), rules=rules)
+        >>> {name: group.size for name, group in graph.prunable.items()}
+        {'0': 8}
+    """
     operands = op.inputs()
     dim = max((len(out.shape) for out in op.outs), default=0)
     merged: list[Tensor] = []

@@ -30,7 +30,23 @@ def movement(flow: Flow, op: Op) -> None:
 
 
 def same(flow: Flow, op: Op) -> None:
-    """clone, detach, to, …: the labels are those of the argument."""
+    """Give the results the labels of the first argument, as for clone, detach and to.
+
+    Args:
+        flow: The labels of all tensors.
+        op: The operation.
+
+    Example:
+        >>> from polarprune.rules import same
+        >>> class Copied(torch.nn.Linear):
+        ...     def forward(self, x):
+        ...         return super().forward(x).clone()
+        >>> model = torch.nn.Sequential(Copied(4, 8), torch.nn.Linear(8, 2))
+        >>> rules = {torch.ops.aten.clone: same}
+        >>> graph = pp.trace(model, torch.randn(1, 4), rules=rules)
+        >>> {name: group.size for name, group in graph.prunable.items()}
+        {'0': 8}
+    """
     source = op.args[0]
     flow.set_moved(op, source, [flow.layers(source) for _ in op.outs])
 

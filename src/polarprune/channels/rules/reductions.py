@@ -18,7 +18,25 @@ _WEIGHABLE = ("mean", "sum", "var", "var_mean", "linalg_vector_norm")
 
 
 def reduction(flow: Flow, op: Op) -> None:
-    """mean, sum, amax, softmax, …: labels along the axes that are not reduced pass."""
+    """Pass the labels along the axes that are not reduced, as for mean, sum, amax and softmax.
+
+    Channels along an axis that is reduced are frozen.
+
+    Args:
+        flow: The labels of all tensors.
+        op: The operation.
+
+    Example:
+        >>> from polarprune.rules import reduction
+        >>> class Highest(torch.nn.Conv2d):
+        ...     def forward(self, x):
+        ...         return super().forward(x).amax((2, 3))
+        >>> model = torch.nn.Sequential(Highest(3, 8, 3), torch.nn.Linear(8, 2))
+        >>> rules = {torch.ops.aten.amax: reduction}
+        >>> graph = pp.trace(model, torch.randn(1, 3, 6, 6), rules=rules)
+        >>> {name: group.size for name, group in graph.prunable.items()}
+        {'0': 8}
+    """
     source = op.args[0]
     axes = _reduced_axes(op, source)
     kept = _passing(flow, op, source, lambda axis: axis not in axes)

@@ -30,9 +30,9 @@ def open_cifar10(folder: Path) -> Cifar10:
     """Read CIFAR-10 from a folder, in the Python or the binary version."""
     versions = {"cifar-10-batches-py": _read_python, "cifar-10-batches-bin": _read_binary}
     for name, read in versions.items():
-        for place in (folder / name, folder):
-            if place.name == name and place.is_dir():
-                return read(place)
+        for candidate in (folder / name, folder):
+            if candidate.name == name and candidate.is_dir():
+                return read(candidate)
     raise PruneError(
         f"--data cifar10:{folder}: found neither cifar-10-batches-py nor cifar-10-batches-bin in "
         f"it. Unpack cifar-10-python.tar.gz or cifar-10-binary.tar.gz there."

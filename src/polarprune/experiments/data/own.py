@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 from ...errors import PruneError
-from ...factories import call_factory
+from ...integrations.factories import call_factory
 from ..processes import rank_and_count
 from ..settings import Settings
 from .imagenet import CPU, LoaderStream
@@ -25,7 +25,7 @@ from .task import Task, evaluating, held_out_order
 
 _TEST_BATCH = 128
 _PARTS = ("training", "validation")
-Part = Any  # a data set or a DataLoader of the user's
+DataPart = Any  # a data set or a DataLoader of the user's
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class OwnData(Task):
     """
 
     name: str
-    train: Part
+    train: DataPart
     test: DataLoader[Any]
     first: Tensor
     targets: Tensor
@@ -96,14 +96,14 @@ class OwnData(Task):
 
     @property
     def counts(self) -> tuple[int, int]:
-        data: Part = self.train.dataset if isinstance(self.train, DataLoader) else self.train
+        data: DataPart = self.train.dataset if isinstance(self.train, DataLoader) else self.train
         return len(data), len(self.targets)
 
 
 class OwnStream(LoaderStream):
     """Batches of a user's data set, with classes that the network must have."""
 
-    def __init__(self, name: str, data: Part, batch: int, device: torch.device) -> None:
+    def __init__(self, name: str, data: DataPart, batch: int, device: torch.device) -> None:
         super().__init__(data, batch, device)
         self.name, self._highest = name, 0
 
@@ -158,7 +158,7 @@ def open_own(name: str) -> OwnData:
     return _checked(name, *found)
 
 
-def _checked(name: str, train: Part, test: Part) -> OwnData:
+def _checked(name: str, train: DataPart, test: DataPart) -> OwnData:
     """Return the task of two parts, after a check of a batch of each."""
     loaders = [_loader(name, part, data) for part, data in zip(_PARTS, (train, test), strict=True)]
     for part, loader in zip(_PARTS, loaders, strict=True):
@@ -168,7 +168,7 @@ def _checked(name: str, train: Part, test: Part) -> OwnData:
     return OwnData(name, train, loaders[1], first, targets, _count_classes(train))
 
 
-def _loader(name: str, part: str, data: Part) -> DataLoader[Any]:
+def _loader(name: str, part: str, data: DataPart) -> DataLoader[Any]:
     """Return a loader as it is, and a loader in a fixed order for a data set."""
     loader = isinstance(data, DataLoader)
     sized = isinstance(data.dataset if loader else data, Sized)
@@ -190,8 +190,8 @@ def _check_batch(name: str, part: str, batch: object) -> None:
     x, y = batch
     if not isinstance(x, Tensor):
         raise PruneError(f"{where} gives {_described(x)} as inputs; give a tensor.")
-    whole = isinstance(y, Tensor) and not (y.is_floating_point() or y.is_complex())
-    if not whole or y.shape != x.shape[:1]:
+    is_integer = isinstance(y, Tensor) and not (y.is_floating_point() or y.is_complex())
+    if not is_integer or y.shape != x.shape[:1]:
         raise PruneError(
             f"{where} gives {_described(y)} as classes; give an integer for each input."
         )
@@ -208,7 +208,7 @@ def _described(found: object) -> str:
     return f"a value of type {type(found).__name__}"
 
 
-def _count_classes(data: Part) -> int | None:
+def _count_classes(data: DataPart) -> int | None:
     """Return the number of classes if a data set names them, as those of torchvision do."""
     source = data.dataset if isinstance(data, DataLoader) else data
     names = getattr(source, "classes", None)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...errors import PruneError
-from ...factories import names_module
+from ...integrations.factories import names_module
 from ..settings import Settings
 from .cifar10 import open_cifar10
 from .imagenet import SIDE, open_imagenet

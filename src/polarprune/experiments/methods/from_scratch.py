@@ -16,7 +16,7 @@ from ...channels.graph import FROZEN, Graph, Plan
 from ...cost.budget import Budget
 from ...cost.other_scores import plan_by_score
 from ...errors import PruneError
-from ...report.facts import JsonObject
+from ...plain_data import JsonObject
 from ...surgery.apply import shrink
 from .base import Limits, Widths, widths_of
 

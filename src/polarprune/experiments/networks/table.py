@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from ...errors import PruneError
-from ...factories import factory_code, make_model
+from ...integrations.factories import factory_code, make_model
 from .deeplab import BackboneClassifier, DeepLabV3Plus
 from .imagenet import (
     MobileNetV1,

@@ -6,13 +6,13 @@ import dataclasses
 
 from torch import nn
 
-from ...report.facts import JsonObject
+from ...plain_data import JsonObject
 from ..data.task import Task
 from ..methods.base import Limits
 from ..networks.table import has_classes
 from ..settings import Settings, finite
 
-Cost = dict[str, int]  # "macs" of one example and "params"
+CostOfAnExample = dict[str, int]  # "macs" of one example and "params"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Pruned:
 
     full: nn.Module | None
     small: nn.Module
-    cost_before: Cost
-    cost_after: Cost
+    cost_before: CostOfAnExample
+    cost_after: CostOfAnExample
 
 
 def make_card(
@@ -71,5 +71,5 @@ def make_card(
     }
 
 
-def _row(data: Task, stage: str, score: float, cost: Cost) -> JsonObject:
+def _row(data: Task, stage: str, score: float, cost: CostOfAnExample) -> JsonObject:
     return {"stage": stage, data.measure: score, "macs": cost["macs"], "params": cost["params"]}

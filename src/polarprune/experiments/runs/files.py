@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...errors import PruneError
 from ...files.writing import cannot_write, write_text
-from ...report.facts import JsonObject
+from ...plain_data import JsonObject
 
 
 def append(file: Path, line: str) -> None:

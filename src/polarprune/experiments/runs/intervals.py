@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ...validation.optional_packages import optional_package
+
 LEVEL = 0.95
 
 
@@ -37,32 +39,5 @@ def difference(one: Sequence[float], other: Sequence[float]) -> Difference:
     freedom = len(one) + len(other) - 2
     squares = sum((len(scores) - 1) * statistics.variance(scores) for scores in (one, other))
     error = math.sqrt(squares / freedom * (1 / len(one) + 1 / len(other)))
-    return Difference(mean, t_quantile(freedom) * error)
-
-
-def t_quantile(freedom: int) -> float:
-    """Return t with P(|T| < t) = 0.95 for Student's t.
-
-    Args:
-        freedom: Degrees of freedom, at least 1.
-    """
-    low, high = 0.0, 1.0
-    while _inside(high, freedom) < LEVEL:
-        high *= 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _inside(middle, freedom) < LEVEL else (low, middle)
-    return high
-
-
-def _inside(t: float, freedom: int) -> float:
-    """Return P(|T| < t): the finite sums over powers of the cosine, for odd and even ν."""
-    angle = math.atan(t / math.sqrt(freedom))
-    odd = freedom % 2
-    term = math.cos(angle) if odd else 1.0
-    total = term if freedom > 1 else 0.0
-    for k in range(2 + odd, freedom - 1, 2):
-        term *= (k - 1) / k * math.cos(angle) ** 2
-        total += term
-    total *= math.sin(angle)
-    return 2 / math.pi * (angle + total) if odd else total
+    special = optional_package("scipy.special", needed_for="intervals", extra="cli")
+    return Difference(mean, float(special.stdtrit(freedom, (1 + LEVEL) / 2)) * error)

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from ...errors import PruneError
-from ...report.facts import JsonObject
+from ...plain_data import JsonObject
 from ..methods.base import ComparedMethod, Limits, Widths
 from ..methods.from_scratch import FROM_SCRATCH, new_small_network
 from ..methods.model_cost import cost_of

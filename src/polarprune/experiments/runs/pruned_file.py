@@ -7,9 +7,9 @@ from pathlib import Path
 from torch import nn
 
 from ...errors import PruneError
-from ...factories import make_model, of_package
 from ...files.model_file import load, read_card
-from ...report.facts import JsonObject
+from ...integrations.factories import make_model, of_package
+from ...plain_data import JsonObject
 from ..networks.table import NETWORKS, make_network
 from .files import read_json
 

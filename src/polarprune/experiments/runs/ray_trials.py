@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import PruneError
-from ...report.facts import JsonObject
+from ...plain_data import JsonObject
 from ...validation.optional_packages import optional_package
 from .trials import Show, Trial, run_trial
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ...errors import PruneError
-from ...report.facts import JsonObject
+from ...plain_data import JsonObject
 from ..methods.base import Limits
 from ..methods.from_scratch import FROM_SCRATCH
 from ..methods.model_cost import cost_of

@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 
 from ...files.writing import replacing, write_text
-from ...report.facts import JsonObject
+from ...plain_data import JsonObject
 from ...report.plots import save_comparison
 from ..data.task import Task
 from .files import read_json, write_json
@@ -54,11 +54,11 @@ _SHARES = ("macs_share", "params_share")
 
 def _epochs(card: JsonObject) -> list[int]:
     """Return the epochs of the stages of a run."""
-    recipe, stages = card["recipe"], card["training_macs"]
-    together = recipe["baseline_epochs"] + recipe["epochs"] + recipe["tune_epochs"]
+    settings, stages = card["recipe"], card["training_macs"]
+    together = settings["baseline_epochs"] + settings["epochs"] + settings["tune_epochs"]
     if "scratch" in stages:
-        return [recipe["scratch_epochs"] or together]
-    return [recipe[key] for key in ("baseline_epochs", "epochs", "tune_epochs")]
+        return [settings["scratch_epochs"] or together]
+    return [settings[key] for key in ("baseline_epochs", "epochs", "tune_epochs")]
 
 
 def read_cards(

@@ -7,6 +7,7 @@ import time
 
 import torch
 
+from ...torch_internals.process_settings import convolutions_tuned
 from ..methods.base import Limits
 from ..settings import Settings
 from .trainer import Trainer
@@ -19,10 +20,11 @@ def time_steps(trainer: Trainer, steps: int) -> dict[str, float | None]:
     if trainer.on_gpu:
         torch.cuda.reset_peak_memory_stats(trainer.device)
     trainer.batches.shuffle()
-    trainer.advance(WARM_UP)
-    start = time.perf_counter()
-    trainer.advance(steps)  # it reads the loss, which waits for the device
-    seconds = (time.perf_counter() - start) / steps
+    with convolutions_tuned():
+        trainer.advance(WARM_UP)
+        start = time.perf_counter()
+        trainer.advance(steps)  # it reads the loss, which waits for the device
+        seconds = (time.perf_counter() - start) / steps
     memory = torch.cuda.max_memory_allocated(trainer.device) if trainer.on_gpu else _peak_memory()
     return {"seconds_a_step": seconds, "steps": trainer.steps, "memory": memory}
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...cost.timing import compare_speed, environment
 from ...errors import PruneError
 from ...files.writing import write_text
-from ...report.facts import JsonObject
+from ...plain_data import JsonObject
 from ...report.report import Report
 from ..networks.table import code_of
 

@@ -22,8 +22,9 @@ from ...cost.timing import environment
 from ...errors import PruneError
 from ...files.model_file import save
 from ...files.writing import make_folder, replacing
-from ...report.facts import JsonObject
+from ...plain_data import JsonObject, RowHandler
 from ...torch_internals.markers import attached_recipe
+from ...torch_internals.process_settings import convolutions_tuned
 from ...training.pruner import Pruner
 from ..data.task import Task
 from ..methods.base import Limits
@@ -33,7 +34,7 @@ from ..processes import rank_and_count, wait_for_all
 from ..settings import Settings
 from .best_weights import BestWeights
 from .calibration import recalibrate, recalibrated
-from .card import Cost, Pruned, make_card
+from .card import CostOfAnExample, Pruned, make_card
 from .files import append, read_json, write_json
 from .rehearsal import WARM_UP, planned_costs, time_steps
 from .report_files import write_report
@@ -43,7 +44,6 @@ from .trainer import Trainer
 from .training_cost import Costs, costs_of_file, macs_of_an_example, metadata, with_total
 from .weights import copy_weights, load_weights, write_weights
 
-Progress = Callable[[JsonObject], None]
 CHECKPOINT_PAUSE = 60.0  # seconds, at least, between checkpoints
 _RECALIBRATED = 20  # batches: ε has moved on since the statistics were estimated
 _STAGES = ("baseline", "prune", "tune", "scratch")
@@ -70,7 +70,7 @@ class Run:
         out: Path,
         *,
         device: str = "cpu",
-        progress: Progress = lambda row: None,
+        progress: RowHandler = lambda row: None,
     ) -> None:
         self.settings, self.out, self.progress = settings, out, progress
         self.commit = commit()  # now: sources may change while this runs
@@ -79,7 +79,6 @@ class Run:
         self.device = torch.device(device)
         self.data = data.to(device)
         torch.manual_seed(settings.seed)
-        torch.backends.cudnn.benchmark = True
         self.batches = self.data.stream(settings)
         self.writes = rank_and_count()[0] == 0  # of several processes, only the first writes
         self.costs: Costs = {}  # of every stage, in MACs
@@ -280,7 +279,8 @@ class Run:
         while trainer.done < trainer.steps:
             if rank:  # every process draws its own crops
                 torch.manual_seed((seed + (trainer.done << 8) + rank) % 2**63)
-            row = self._epoch(stage, trainer)
+            with convolutions_tuned():
+                row = self._epoch(stage, trainer)
             now = time.perf_counter()
             row["seconds"] = round(now - start, 2)
             if self.settings.best and self.data.measure in row:
@@ -353,7 +353,7 @@ class Run:
         costs = with_total(self.costs, needs_baseline=needs_baseline)
         return {"training_macs": costs, "epoch_examples": self.batches.examples}
 
-    def per_example(self, cost: Cost) -> Cost:
+    def per_example(self, cost: CostOfAnExample) -> CostOfAnExample:
         """Return the cost of one example, given that of the traced batch."""
         return {**cost, "macs": cost["macs"] // self.data.examples}
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import PruneError
-from ...factories import published_model
+from ...integrations.factories import published_model
 from ..data.task import Task, evaluating
 from ..networks.imagenet import from_torchvision
 from ..networks.table import BACKBONES, NETWORKS

@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 
 from ...files.writing import replacing, write_text
-from ...report.facts import JsonObject
+from ...plain_data import JsonObject
 from ...report.plots import save_curve
 from ..data.task import Task
 from .files import read_json, write_json

@@ -24,7 +24,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from ...files.model_file import read_card
-from ...report.facts import JsonObject
+from ...plain_data import JsonObject
 from ...surgery.proof import count_macs
 
 PASSES = 3  # forward passes that a forward and a backward pass cost together

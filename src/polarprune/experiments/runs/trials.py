@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from ...errors import PruneError
-from ...report.facts import JsonObject
+from ...plain_data import JsonObject, RowHandler
+from ...torch_internals.process_settings import cpu_threads
 from ..data.table import kind_of, open_data
 from ..data.task import Task
 from ..methods.base import Limits
@@ -21,7 +20,7 @@ from ..settings import Settings
 from .files import read_json
 from .prune import prune, train_small
 from .pruned_file import widths_in
-from .run import Progress, Run
+from .run import Run
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class Trial:
         return card.exists() and read_json(card)["recipe"]["tune_epochs"] == self.tune_epochs
 
 
-def run_trial(trial: Trial, progress: Progress) -> None:
+def run_trial(trial: Trial, progress: RowHandler) -> None:
     """Run a trial, or continue it from its last checkpoint; a finished one is not repeated.
 
     Args:
@@ -82,12 +81,12 @@ def run_trial(trial: Trial, progress: Progress) -> None:
         progress: Called with every row of its log.
     """
     os.chdir(trial.folder)
-    torch.set_num_threads(trial.threads)
-    settings, data = prepare(trial.network, trial.data, trial.changes, trial.hold_out)
-    run = Run(settings, data, Path(trial.out), device=trial.device, progress=progress)
-    start, shapes = (Path(file) if file else None for file in (trial.start, trial.shapes))
-    baseline = Path(trial.baseline)
-    run_to_end(run, trial.method, trial.limits, trial.hold_out, baseline, start, shapes)
+    with cpu_threads(trial.threads):
+        settings, data = prepare(trial.network, trial.data, trial.changes, trial.hold_out)
+        run = Run(settings, data, Path(trial.out), device=trial.device, progress=progress)
+        start, shapes = (Path(file) if file else None for file in (trial.start, trial.shapes))
+        baseline = Path(trial.baseline)
+        run_to_end(run, trial.method, trial.limits, trial.hold_out, baseline, start, shapes)
 
 
 def prepare(network: str, data: str, changes: JsonObject, hold_out: int) -> tuple[Settings, Task]:
@@ -162,10 +161,6 @@ def one_after_the_other(trials: list[Trial], show: Show) -> None:
         trials: The trials.
         show: Called with the folder of a trial and a row of its log.
     """
-    threads = torch.get_num_threads()
-    try:
-        for trial in trials:
-            if not trial.finished:
-                run_trial(trial, partial(show, trial.name))
-    finally:
-        torch.set_num_threads(threads)
+    for trial in trials:
+        if not trial.finished:
+            run_trial(trial, partial(show, trial.name))

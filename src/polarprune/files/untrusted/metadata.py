@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import PruneError
-from ...report.facts import JsonObject
+from ...plain_data import JsonObject
 from ...rewriting.stored_graphs import is_identifier, is_path
 from ...surgery.recipe import Recipe
 from .require import require

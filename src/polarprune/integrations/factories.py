@@ -17,7 +17,7 @@ from types import ModuleType
 
 from torch import nn
 
-from .errors import PruneError
+from ..errors import PruneError
 
 FORMS = "package.module:factory, file.py:factory, timm:NAME or torchvision:NAME"
 PACKAGES = ("timm", "torchvision")

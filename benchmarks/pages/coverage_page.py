@@ -1,27 +1,15 @@
 """Writes docs/coverage.md from the stored numbers of `measure.model_coverage`.
 
-python -m benchmarks.pages.coverage
+python -m benchmarks.pages.coverage_page
 """
 
 from typing import Any
 
+from benchmarks.measure.coverage_verdicts import passed, small_enough
 from benchmarks.measure.transformers_models import ANSWERS
 from benchmarks.store import DOCS, read_numbers
 
 PAGE = DOCS / "coverage.md"
-
-
-def passed(row: dict[str, Any]) -> bool:
-    if "error" in row or not row["macs_exact"] or ("stream" in row and not passed(row["stream"])):
-        return False
-    return bool(row["difference"] <= 1e-10 and (row["control"] > 1e-7 or row["open"] == 0))
-
-
-def small_enough(row: dict[str, Any]) -> bool:
-    """Return whether half of the channels cost as little as expected for this kind of model."""
-    if row["kind"] != "transformer":
-        return bool(min(row["macs"], row.get("stream", row)["macs"]) <= 0.35)
-    return bool(row["macs"] <= 0.55 and row.get("stream", row)["macs"] <= 0.35)
 
 
 def count(rows: dict[str, Any], kind: str = "") -> str:
@@ -79,9 +67,9 @@ def write_page(store: dict[str, Any]) -> None:
         lines.append(f"| {library} | {counts} | {low} |")
     for library, found in libraries.items():
         lines += ["", f"## {library}: {count(found)} pass", ""]
-        for place in sorted({row["where"] for row in found.values()}):
-            number = sum(row["where"] == place for row in found.values())
-            lines.append(f"{number} models: {place}.  ")
+        for machine in sorted({row["where"] for row in found.values()}):
+            number = sum(row["where"] == machine for row in found.values())
+            lines.append(f"{number} model{'s' * (number != 1)}: {machine}.  ")
         lines += ["", *table(found)]
     PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

@@ -1,6 +1,6 @@
 """Writes the table of docs/transformers.md from the stored numbers of `transformers_folders`.
 
-python -m benchmarks.pages.transformers
+python -m benchmarks.pages.transformers_page
 """
 
 from typing import Any
