@@ -111,6 +111,7 @@ ORDER: dict[str, list[str]] = {
     ],
     "gates": ["folding", "gate", "weight_factors", "gated_inputs", "fused", "install", "sharding"],
     "analysis": [
+        "findings",
         "inspection",
         "tape_comparison",
         "trial_cuts",

@@ -2,8 +2,9 @@
 
 The steps, each until trial cuts show no mismatch:
 
-1. Code that selects channels by position (`x[:, :8]`) is captured, or its channels are frozen. 2.
-Code that does not adapt to fewer channels is repaired (`repairs.py`), or its channels are frozen.
+1. Code that selects channels by position (`x[:, :8]`) is captured, or its channels are frozen.
+2. Code that does not adapt to fewer channels is repaired (`repairs.py`), or its channels are
+   frozen.
 3. Code that branches on a number of channels is captured, or its channels are frozen. Where it only
    tests for zero channels, they keep one.
 4. Whole groups are closed. A group without which the model does not run keeps a channel.
@@ -51,7 +52,7 @@ def confirm(inspection: Inspection, compare_outputs: bool) -> Graph:
 
 def _freeze(inspection: Inspection, names: Iterable[str], why: str) -> Graph:
     """Freeze groups for a reason and inspect again."""
-    inspection.frozen.update(dict.fromkeys(names, why))
+    inspection.freeze(names, why)
     return inspection.inspect()
 
 
@@ -75,14 +76,14 @@ def _capture_channel_counts(inspection: Inspection, graph: Graph) -> Graph:
         graph = inspection.keep_cache(error)
     owners = graph.owners
     for op, units in graph.layout.channel_counts.items():
-        if op.module not in inspection.rewritten and op.module not in replaced:
+        if op.module not in inspection.findings.rewritten and op.module not in replaced:
             why = (
                 f"{op.name} selects channels by position in {op.where}"
                 f"{inspection.refusal(op.module)}; use separate layers, or equal parts (chunk)"
             )
-            for unit in set(units.flatten().tolist()) - {FROZEN}:
-                inspection.frozen[owners[unit]] = why
-    return inspection.inspect() if inspection.frozen else graph
+            found = set(units.flatten().tolist()) - {FROZEN}
+            inspection.freeze((owners[unit] for unit in found), why)
+    return inspection.inspect() if inspection.findings.frozen else graph
 
 
 # --- 2. code that does not adapt ------------------------------------------------------------------
@@ -107,7 +108,7 @@ def _confirm_cuts(inspection: Inspection, graph: Graph, trial: TrialCuts) -> Gra
 
 def _first_mismatch(inspection: Inspection, graph: Graph, trial: TrialCuts) -> Mismatch | None:
     """Try every plan in eval or train mode, in turns; after a mismatch, in both modes."""
-    for turn, seed in enumerate(sorted(inspection.seeds) if graph.prunable else ()):
+    for turn, seed in enumerate(sorted(inspection.findings.seeds) if graph.prunable else ()):
         plan = trial_plan(graph, seed)
         found = trial.mismatch(graph, plan, mode=turn % 2) and trial.mismatch(graph, plan)
         if found is not None:
@@ -175,7 +176,7 @@ def _freeze_one_by_one(inspection: Inspection, graph: Graph, trial: TrialCuts) -
     for name in graph.prunable:
         alone = trial.mismatch(graph, {name: plan[name]}, compare_outputs=True)
         if alone:
-            inspection.frozen[name] = _does_not_adapt(inspection, alone)
+            inspection.freeze([name], _does_not_adapt(inspection, alone))
     graph = inspection.inspect()
     if not graph.prunable:
         return graph
@@ -203,12 +204,14 @@ def _confirm_decisions(inspection: Inspection, graph: Graph, trial: TrialCuts) -
         changing = list(reader.changing())
         for asked in [one for one in changing if one.tells_emptiness]:
             why = f"keeps at least 1 channel, as the code asks whether there is one: {asked.where}"
-            names = [name for name in reader.closable(asked) if name not in inspection.must_keep]
+            kept = inspection.findings.must_keep
+            names = [name for name in reader.closable(asked) if name not in kept]
             graph = _with_one_channel(inspection, graph, names, why)
         found = next((one for one in changing if not one.tells_emptiness), None)
         if found is None:
-            more = {min(seeds) for seeds in reader.telling() if inspection.seeds.isdisjoint(seeds)}
-            inspection.seeds |= more
+            tried = inspection.findings.seeds
+            more = {min(seeds) for seeds in reader.distinguishing() if tried.isdisjoint(seeds)}
+            inspection.try_seeds(more)
             return _confirm_cuts(inspection, graph, trial) if more else graph
         new = with_captured_class(inspection, graph, found.module)
         if new is None:
@@ -240,13 +243,13 @@ def _confirm_closing(
         if better:
             graph = better
             continue
-        before = len(inspection.must_keep)
+        before = inspection.findings.must_keep
         graph = _keep_one_channel(inspection, graph, found)
-        if len(inspection.must_keep) == before:
+        if len(inspection.findings.must_keep) == len(before):
             why = (
                 f"keeps at least 1 channel, as a trial cut that closes whole groups fails: {found}"
             )
-            others = [name for name in graph.prunable if name not in inspection.must_keep]
+            others = [name for name in graph.prunable if name not in before]
             return _with_one_channel(inspection, graph, others, why)
     return graph
 
@@ -262,14 +265,14 @@ def _capture_to_close(
     inspection: Inspection, graph: Graph, trial: TrialCuts, found: Mismatch, compare_outputs: bool
 ) -> Graph | None:
     """Capture the code that fails on no channels; return the new graph if that gets further."""
-    before = inspection.rewritten
+    before = inspection.findings.rewritten
     new = with_captured_class(inspection, graph, found.op.module) if found.op else None
     if new is None:
         return None
     further = _closing_mismatch(new, trial, compare_outputs)
     if not further or further.index > found.index:
         return new
-    inspection.set_rewritten(before)
+    inspection.use_rewritten(before)
     return None
 
 
@@ -286,7 +289,7 @@ def _with_one_channel(
     inspection: Inspection, graph: Graph, names: Collection[str], why: str
 ) -> Graph:
     """Let groups keep a channel, for a reason."""
-    inspection.must_keep.update(dict.fromkeys(names, why))
+    inspection.keep_one(names, why)
     notes = (f"{name}: {why}" for name in names)
     graph = graph.with_minimum(dict.fromkeys(names, 1))
     return replace(graph, notes=(*graph.notes, *notes))

@@ -8,12 +8,12 @@ trial cut gets further with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from ..channels.graph import Graph, Location
+from ..channels.graph import Graph, Location, Place
 from ..errors import PruneError
 from .inspection import Inspection
 from .tape_comparison import Mismatch
@@ -53,33 +53,35 @@ def _resize_attributes(
     """
     assert found.op is not None
     path = found.op.module
-    if path in inspection.rewritten or isinstance(inspection.modules[path], (nn.Linear, _ConvNd)):
+    if path in inspection.findings.rewritten or isinstance(
+        inspection.modules[path], (nn.Linear, _ConvNd)
+    ):
         return None  # layers of torch are resized with their weights anyway
-    before, seeds = inspection.size_attributes, inspection.seeds
-    mine, alike = before.get(path, {}), _alike(inspection, graph, path)
+    known = inspection.findings
+    mine, alike = known.attributes.get(path, {}), _alike(inspection, graph, path)
     options = _options(inspection, graph, path, mine)
     for tried in [*([option] for option in options), options]:
         locations = {**mine, **{name: location for name, location, _ in tried}}
-        inspection.size_attributes = {**before, **dict.fromkeys(alike, locations)}
-        telling = set().union(*(telling for _, _, telling in tried))
-        graph = graph.with_size_attributes(inspection.followed_attributes())
-        if tried and _gets_further(graph, trial, found, telling):
-            inspection.seeds = seeds | telling
-            return graph
-    inspection.size_attributes = before
+        attributes = {**known.attributes, **dict.fromkeys(alike, locations)}
+        seeds = set().union(*(distinguishing for _, _, distinguishing in tried))
+        new = graph.with_size_attributes(known.followed(attributes))
+        if tried and _gets_further(new, trial, found, seeds):
+            inspection.follow_attributes(attributes)
+            inspection.try_seeds(seeds)
+            return new
     return None
 
 
 def _options(
-    inspection: Inspection, graph: Graph, path: str, taken: dict[str, Location]
+    inspection: Inspection, graph: Graph, path: str, taken: Mapping[str, Place]
 ) -> list[Option]:
     """Return the integer attributes of a module, each with every width that it may follow."""
     plans = [trial_units(graph, seed) for seed in range(PLANS)]
     return [
-        (name, location, telling)
+        (name, location, distinguishing)
         for name, value in vars(inspection.modules[path]).items()
         if type(value) is int and value > 1 and name not in taken
-        for location, telling in _distinct_widths(graph, path, value, plans)
+        for location, distinguishing in _distinct_widths(graph, path, value, plans)
     ]
 
 
@@ -124,22 +126,22 @@ def _capture(
 ) -> Graph | None:
     """Capture the forward of the module; return the new graph if the trial gets further."""
     assert found.op is not None
-    before = inspection.rewritten
+    before = inspection.findings.rewritten
     new = with_captured_class(inspection, graph, found.op.module)
     if new is not None and _gets_further(new, trial, found):
         return new
-    inspection.set_rewritten(before)
+    inspection.use_rewritten(before)
     return None
 
 
 def with_captured_class(inspection: Inspection, graph: Graph, module: str) -> Graph | None:
     """Capture the forward of all modules of this one's class; return the new graph, or None."""
-    before = inspection.rewritten
+    before = inspection.findings.rewritten
     used = (path for path in inspection.same_class(module) if graph.ops_in(path))
     try:
         if inspection.rewrite(used):
             return inspection.inspect()
     except PruneError as error:  # with captured forwards, the modules no longer fit together
         inspection.note_failure(module, error)
-        inspection.set_rewritten(before)
+        inspection.use_rewritten(before)
     return None

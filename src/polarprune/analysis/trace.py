@@ -30,7 +30,7 @@ from ..validation.arguments import checked_reasons, checked_rules, keep_patterns
 from ..validation.models import check_example, check_model
 from ..validation.plans import check_groups
 from .confirm import confirm
-from .inspection import Inspection
+from .inspection import Inspection, Settings
 from .repeated_blocks import with_families
 from .unread_numbers import follow_unread_numbers
 
@@ -107,7 +107,7 @@ def survey(
         uniform: Which groups keep equally many units (see `repeated_blocks`).
         frozen: Names of groups that are frozen, each with the reason.
     """
-    patterns, own, whole = keep_patterns(keep), checked_rules(rules), checked_reasons(frozen)
+    patterns, own, given = keep_patterns(keep), checked_rules(rules), checked_reasons(frozen)
     if not isinstance(norms, bool):
         raise PruneError(f"norms={norms!r}: give True or False.")
     if type(min_channels) is not int or min_channels < 0:
@@ -117,10 +117,10 @@ def survey(
     forward_weights = weights.found
     names = computed(model) + [f"{path}.{one.leaf}" for path, one in forward_weights.items()]
     model = without_computed_weights(model, forward_weights)
-    inspection = Inspection(model, example, patterns, {**RULES, **own}, norms, min_channels)
-    inspection.frozen.update(whole)
+    settings = Settings({**RULES, **own}, patterns, norms, min_channels)
+    inspection = Inspection(model, example, settings, given)
     graph = _confirmed(inspection, compare_outputs)
-    check_groups("frozen", whole, graph.groups)
+    check_groups("frozen", given, graph.groups)
     held = {path: fixed_values(model.get_submodule(path)) for path in graph.rewritten}
     frozen = {name: group.reason for name, group in graph.groups.items() if group.frozen}
     graph = replace(

@@ -115,7 +115,7 @@ def _confirmed(
     trial, choices = TrialCuts(inspection.model, inspection.example), list(choices)
     for tried in [choices, *([choice] for choice in choices)] if choices else []:
         new = _following(graph, tried)
-        plans = (trial_plan(new, seed) for seed in sorted(inspection.seeds))
+        plans = (trial_plan(new, seed) for seed in sorted(inspection.findings.seeds))
         if not any(trial.mismatch(new, plan, mode=k % 2) for k, plan in enumerate(plans)):
             if tried is choices:
                 return new

@@ -63,7 +63,7 @@ class WidthReader:
             if not constant and (left != right or None in left):
                 yield decision
 
-    def telling(self) -> Iterator[set[int]]:
+    def distinguishing(self) -> Iterator[set[int]]:
         """Yield for every rounding that depends on widths the plans that change its result."""
         for one in self.rounded:
             first, *others = self._values(one)
