@@ -19,7 +19,7 @@ from ..channels.graph import FROZEN, Graph, Rewrites, module_of
 from ..channels.grouping import build
 from ..channels.label_decisions import follow
 from ..channels.labels import Labels
-from ..channels.propagation import AtLeast, Flow, Rule
+from ..channels.propagation import Flow, Rule
 from ..channels.rules.table import by_tag
 from ..cost.resources import measure
 from ..errors import PruneError
@@ -226,7 +226,7 @@ class Inspection:
                 for name, _ in module.named_parameters(path):
                     if name.rpartition(".")[2].startswith("weight_hr") and flow.named_layers(name):
                         layer = flow.named_layers(name)[-1]
-                        flow.at_least.append(AtLeast(layer, 1, module.proj_size + 1, why))
+                        flow.require(layer, 1, module.proj_size + 1, why)
 
     # --- findings ---
 

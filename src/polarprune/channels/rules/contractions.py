@@ -37,7 +37,7 @@ def convolution(flow: Flow, op: Op) -> None:
     if shift is not None and outgoing is not None:
         flow.labels.join(shift, outgoing)
     out = op.outs[0]
-    flow.contractions[-1].factors.extend(layer.flatten() for layer in others)
+    flow.add_factors(layer.flatten() for layer in others)
     made = [] if outgoing is None else [along(outgoing, 1, len(out.shape))]
     flow.set(out, [*made, *others, *passed])
 
@@ -101,7 +101,7 @@ def _grouped_convolution(flow: Flow, op: Op, incoming: Tensor | None) -> Tensor 
                 detail = f"{op.name} of {flow.describe(source)}"
                 fact = "no channels to follow"
                 flow.labels.freeze(vector, because(op, fact, detail=detail, remedy=ORIGIN))
-        flow.contractions.append(Contraction(op, [], [], []))
+        flow.add_contraction(Contraction(op, [], [], []))
         return None
     width = source.shape[1] // groups
     made = weight.shape[1] if transposed else len(first) // groups
@@ -125,7 +125,7 @@ def _grouped_input(
             flow.labels.freeze(made, because(op, fact, remedy=ORIGIN))
         flow.labels.join(rows, rows[:1])
     makes = [] if made is None else [made]
-    flow.contractions.append(Contraction(op, makes, [], makes))
+    flow.add_contraction(Contraction(op, makes, [], makes))
     return made.repeat(groups) if transposed and made is not None else made
 
 
@@ -141,7 +141,7 @@ def _entire_groups(
         fact = "inside a group of a convolution, which is removed as a whole"
         flow.labels.freeze(second, because(op, fact))
     sites = [] if arriving.shape[1] == 1 else _sites(flow, op, first, weight)
-    flow.contractions.append(Contraction(op, [first], sites, [first]))
+    flow.add_contraction(Contraction(op, [first], sites, [first]))
     return rows[:, :1].expand(-1, weight.shape[1]).flatten() if transposed else first
 
 
@@ -160,7 +160,7 @@ def _same_channels_of_every_group(
     factors = [first] if second is None else [rows[0], second]
     sites = [] if inner is None else _sites(flow, op, inner, weight)
     makes = [] if outer is None else [outer]
-    flow.contractions.append(Contraction(op, factors, sites, makes))
+    flow.add_contraction(Contraction(op, factors, sites, makes))
     if not transposed:
         return first
     return None if second is None else second.repeat(groups)
@@ -208,7 +208,7 @@ def matmul(flow: Flow, op: Op) -> None:
     outer, other = (columns, rows) if weight is right else (rows, columns)
     _contract(flow, op, incoming, inner, weight, outer, source)
     if other is not None:  # rows carry channels too: the cost has degree three
-        flow.contractions[-1].factors.append(other)
+        flow.add_factors([other])
     flow.set(out, layers)
     for value in bias:
         merge_bias(flow, layers, value, dim)
@@ -225,7 +225,7 @@ def matvec(flow: Flow, op: Op) -> None:
     rows = flow.on(left, 0) if len(left.shape) == 2 else None
     _contract(flow, op, incoming, inner, weight, rows if weight is left else None, source)
     if weight is right and rows is not None:
-        flow.contractions[-1].factors.append(rows)
+        flow.add_factors([rows])
     flow.set(op.outs[0], [] if rows is None else [rows])
     for value in bias:
         merge_bias(flow, flow.layers(op.outs[0]), value, len(op.outs[0].shape))
@@ -267,8 +267,7 @@ def _choose_later(
     passed = flow.labels.fresh(len(known))[position]  # equal where the rows are equal
     outers = [] if outer is None else [outer]
     merging = Contraction(op, [inner, *outers, passed.flatten()], [inner], outers)
-    flow.contractions.append(merging)
-    flow.choices.append(Choice(merging, layer, axis, inner, passed))
+    flow.add_choice(Choice(merging, layer, axis, inner, passed))
     return passed
 
 
@@ -306,11 +305,11 @@ def _contract(
             tensor = flow.describe(weight)
             detail, remedy = f"{op.name} with {tensor}", for_origin(tensor, POINTWISE)
             flow.labels.freeze(incoming, because(op, fact, detail=detail, remedy=remedy))
-        flow.contractions.append(Contraction(op, outers, [], outers))
+        flow.add_contraction(Contraction(op, outers, [], outers))
         return
     flow.labels.join(incoming, inner)
     sites = _sites(flow, op, inner, weight)
-    flow.contractions.append(Contraction(op, [inner, *outers], sites, outers))
+    flow.add_contraction(Contraction(op, [inner, *outers], sites, outers))
 
 
 def _unknown_origin(flow: Flow, op: Op, source: Value) -> str:

@@ -44,7 +44,7 @@ def _reordered(flow: Flow, op: Op, layer: Tensor, axis: int, order: Value) -> li
     if numbers is None:
         flow.labels.freeze(layer, picked_by_index(op))
         return []
-    flow.channel_counts.append((op, layer, axis))
+    flow.count_channels(op, layer, axis)
     moved = layer.index_select(axis, numbers % layer.shape[axis])
     if not order.name and support(moved) == (axis,):  # spelled out in the code: one per channel
         flow.set(order, [moved.flatten()])
@@ -92,7 +92,7 @@ def embedding(flow: Flow, op: Op) -> None:
     if vector is None:
         flow.set(out, [])
         return
-    flow.embedding_channels.append(vector)
+    flow.add_embedding(vector)
     flow.set(out, [along(vector, len(out.shape) - 1, len(out.shape))])
 
 

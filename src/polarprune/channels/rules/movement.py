@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ...tracing.tape import Op, Value
 from .. import labels as lab
 from ..labels import along, compress, support
-from ..propagation import AtLeast, Flow
+from ..propagation import Flow
 from ..reasons import ORIGIN, POINTWISE, because, for_origin
 from .elementwise import fits, freeze_unlabelled, merge
 
@@ -49,7 +49,7 @@ def squeeze(flow: Flow, op: Op) -> None:
     for layer in flow.layers(source):
         for axis in axes & set(support(layer)):
             why = f"squeeze would take away an axis of one channel in {op.where}"
-            flow.at_least.append(AtLeast(layer, axis, 2, why))
+            flow.require(layer, axis, 2, why)
     movement(flow, op)
 
 
@@ -126,7 +126,7 @@ def cut(flow: Flow, op: Op) -> None:
         return flow.mark_uniform(op.outs[0])
     for layer in flow.layers(source):
         if axis in support(layer) and op.outs[0].shape[axis] != source.shape[axis]:
-            flow.channel_counts.append((op, layer, axis))
+            flow.count_channels(op, layer, axis)
             _freeze_repeated(flow, op, layer, axis)
             if op.name == "slice" and len(op.args) > 4 and op.args[4] != 1:
                 _slice_with_step(flow, op, layer, axis)
@@ -153,12 +153,12 @@ def select(flow: Flow, op: Op) -> None:
     for layer in flow.layers(source):
         if axis in support(layer):
             if flow.labels.binding:
-                flow.channel_counts.append((op, layer, axis))
+                flow.count_channels(op, layer, axis)
                 _freeze_repeated(flow, op, layer, axis)
             else:
                 why = f"{op.name} takes index {index} in {op.where}, and its result is not used"
                 needed = index + 1 if index >= 0 else -index
-                flow.at_least.append(AtLeast(layer, axis, needed, why))
+                flow.require(layer, axis, needed, why)
     movement(flow, op)
 
 
@@ -181,7 +181,7 @@ def split(flow: Flow, op: Op) -> None:
     for layer in flow.layers(source):
         if axis in support(layer):
             if len(sizes) > 1:
-                flow.channel_counts.append((op, layer, axis))
+                flow.count_channels(op, layer, axis)
             else:
                 rows = layer.unflatten(axis, (len(op.outs), -1))
                 flow.labels.join(rows, rows.narrow(axis, 0, 1))
@@ -279,5 +279,5 @@ def _padded(flow: Flow, op: Op, layer: Tensor, axis: int, amounts: tuple[int, in
         flow.labels.freeze(layer, because(op, fact, remedy="slice them instead"))
         return layer
     before, after = (along(flow.labels.fresh(n), axis, layer.dim()) for n in amounts)
-    flow.channel_counts.append((op, layer, axis))
+    flow.count_channels(op, layer, axis)
     return torch.cat([before, layer, after], axis)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...tracing.tape import Op, Value
 from ..labels import along, support, with_leading_axes
-from ..propagation import AtLeast, Flow
+from ..propagation import Flow
 from ..reasons import ORIGIN, POINTWISE, because, mixes
 
 _WEIGHABLE = ("mean", "sum", "var", "var_mean", "linalg_vector_norm")
@@ -54,7 +54,7 @@ def _weight_or_freeze(flow: Flow, op: Op, layer: Tensor) -> None:
         flow.labels.freeze(layer, mixes(op))
     elif "var" in op.name and _is_unbiased(op):  # undefined for a single channel
         why = f"{op.name} over channels in {op.where}"
-        flow.at_least.append(AtLeast(layer, support(layer)[0], 2, why))
+        flow.require(layer, support(layer)[0], 2, why)
 
 
 def _is_unbiased(op: Op) -> bool:
