@@ -47,9 +47,10 @@ ORDER: dict[str, list[str]] = {
         "recorder",
     ],
     "channels": [
+        "notes",
         "group_table",
-        "labels",
         "reasons",
+        "labels",
         "propagation",
         "layout",
         "graph",

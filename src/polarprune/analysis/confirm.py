@@ -18,6 +18,8 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from ..channels.graph import FROZEN, Graph
+from ..channels.notes import Note
+from ..channels.reasons import Reason, because
 from ..tracing.generation import CannotContinue
 from .inspection import Inspection
 from .repairs import PLANS, repair, with_captured_class
@@ -50,7 +52,7 @@ def confirm(inspection: Inspection, compare_outputs: bool) -> Graph:
     return _confirm_closing(inspection, graph, trial, compare_outputs)
 
 
-def _freeze(inspection: Inspection, names: Iterable[str], why: str) -> Graph:
+def _freeze(inspection: Inspection, names: Iterable[str], why: Reason) -> Graph:
     """Freeze groups for a reason and inspect again."""
     inspection.freeze(names, why)
     return inspection.inspect()
@@ -77,9 +79,11 @@ def _capture_channel_counts(inspection: Inspection, graph: Graph) -> Graph:
     owners = graph.owners
     for op, units in graph.layout.channel_counts.items():
         if op.module not in inspection.findings.rewritten and op.module not in replaced:
-            why = (
-                f"{op.name} selects channels by position in {op.where}"
-                f"{inspection.refusal(op.module)}; use separate layers, or equal parts (chunk)"
+            why = because(
+                op,
+                f"{op.name} selects channels by position",
+                refusal=inspection.refusal(op.module),
+                remedy="use separate layers, or equal parts (chunk)",
             )
             found = set(units.flatten().tolist()) - {FROZEN}
             inspection.freeze((owners[unit] for unit in found), why)
@@ -126,15 +130,15 @@ def _freeze_passing(inspection: Inspection, graph: Graph, found: Mismatch) -> Gr
     return _freeze(inspection, names, _does_not_adapt(inspection, found))
 
 
-def _does_not_adapt(inspection: Inspection, found: Mismatch) -> str:
+def _does_not_adapt(inspection: Inspection, found: Mismatch) -> Reason:
     """Return the reason why such code freezes groups, with the remedy."""
     remedy = (
         "make that line work with any number of channels"
         if found.op
         else "make the code work with any number of channels, or correct the rule if you gave one"
     )
-    where = f"{found}{_refusal(inspection, found)}"
-    return f"the model's code does not adapt to fewer channels: {where}; {remedy}"
+    fact = f"the model's code does not adapt to fewer channels: {found.why}"
+    return because(found.op, fact, refusal=_refusal(inspection, found), remedy=remedy)
 
 
 def _refusal(inspection: Inspection, found: Mismatch) -> str:
@@ -182,9 +186,10 @@ def _freeze_one_by_one(inspection: Inspection, graph: Graph, trial: TrialCuts) -
         return graph
     rest = trial.mismatch(graph, trial_plan(graph, 0), compare_outputs=True)
     if rest:
-        why = (
-            f"a trial cut of all prunable groups together is not exact: {rest}; name the modules "
-            f"in question in keep to prune the others"
+        why = because(
+            rest.op,
+            f"a trial cut of all prunable groups together is not exact: {rest.why}",
+            remedy="name the modules in question in keep to prune the others",
         )
         graph = _freeze(inspection, graph.prunable, why)
     return graph
@@ -215,11 +220,13 @@ def _confirm_decisions(inspection: Inspection, graph: Graph, trial: TrialCuts) -
             return _confirm_cuts(inspection, graph, trial) if more else graph
         new = with_captured_class(inspection, graph, found.module)
         if new is None:
-            why = (
-                f"the code decides by the number of channels in {found.where}"
-                f"{inspection.refusal(found.module)}; decide by an attribute set in __init__"
+            reason = because(
+                found,
+                "the code decides by the number of channels",
+                refusal=inspection.refusal(found.module),
+                remedy="decide by an attribute set in __init__",
             )
-            new = _freeze(inspection, reader.groups(found), why)
+            new = _freeze(inspection, reader.groups(found), reason)
         graph = _confirm_cuts(inspection, new, trial)
     return _freeze_one_by_one(inspection, graph, trial)
 
@@ -280,8 +287,11 @@ def _keep_one_channel(inspection: Inspection, graph: Graph, found: Mismatch) -> 
     """Let the groups that pass the line of the mismatch keep a channel."""
     names = _passing(inspection, graph, found)
     closable = [name for name in names if not graph.groups[name].minimum]
-    refusal = _refusal(inspection, found)
-    why = f"keeps at least 1 channel, as the model's code needs one: {found}{refusal}"
+    why = because(
+        found.op,
+        f"keeps at least 1 channel, as the model's code needs one: {found.why}",
+        refusal=_refusal(inspection, found),
+    )
     return _with_one_channel(inspection, graph, closable, why)
 
 
@@ -290,6 +300,6 @@ def _with_one_channel(
 ) -> Graph:
     """Let groups keep a channel, for a reason."""
     inspection.keep_one(names, why)
-    notes = (f"{name}: {why}" for name in names)
+    notes = (Note(why, [name]) for name in names)
     graph = graph.with_minimum(dict.fromkeys(names, 1))
     return replace(graph, notes=(*graph.notes, *notes))

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ..channels.graph import Place
+from ..channels.reasons import Reason
 from ..rewriting.captured_forward import CapturedForward, Refused
 from ..tracing.generation import CannotContinue
 
@@ -33,7 +34,7 @@ class Findings:
         not_continuing: Why a cache counts as an output; None if it does not.
     """
 
-    frozen: Mapping[str, str] = field(default_factory=dict)
+    frozen: Mapping[str, Reason] = field(default_factory=dict)
     must_keep: Mapping[str, str] = field(default_factory=dict)
     seeds: frozenset[int] = frozenset((1, 2))
     attributes: Attributes = field(default_factory=dict)
@@ -44,7 +45,7 @@ class Findings:
     unweightable: Mapping[str, Refused] = field(default_factory=dict)
     not_continuing: CannotContinue | None = None
 
-    def with_frozen(self, names: Iterable[str], why: str) -> Findings:
+    def with_frozen(self, names: Iterable[str], why: Reason) -> Findings:
         """Return the findings with these groups frozen for a reason."""
         return replace(self, frozen={**self.frozen, **dict.fromkeys(names, why)})
 

@@ -19,7 +19,9 @@ from ..channels.graph import FROZEN, Graph, Rewrites, module_of
 from ..channels.grouping import build
 from ..channels.label_decisions import follow
 from ..channels.labels import Labels
+from ..channels.notes import Note
 from ..channels.propagation import Flow, Rule
+from ..channels.reasons import Reason
 from ..channels.rules.table import by_tag
 from ..cost.resources import measure
 from ..errors import PruneError
@@ -56,7 +58,7 @@ class _Runs:
     """The tapes of the model, and remarks about these runs."""
 
     tapes: tuple[Tape, ...]
-    notes: tuple[str, ...]
+    notes: tuple[Note, ...]
 
 
 # The labels after tapes, without the means of modules that cannot be weighted.
@@ -78,7 +80,7 @@ class Inspection:
         model: nn.Module,
         example: Example,
         settings: Settings,
-        frozen: Mapping[str, str],
+        frozen: Mapping[str, Reason],
     ) -> None:
         self.model, self.example, self.settings = model, example, settings
         self.modules = dict(model.named_modules())
@@ -116,7 +118,7 @@ class Inspection:
         runs, known = self._runs or self._record(), self._findings
         with on_host():
             graph = build(runs.tapes, self._followed(runs.tapes), known.frozen)
-            closing = [f"{name}: {why}" for name, why in known.must_keep.items()]
+            closing = [Note(why, [name]) for name, why in known.must_keep.items()]
             unweightable = notes_of(
                 known.unweightable, "norms=True has no effect on its statistics"
             )
@@ -186,20 +188,22 @@ class Inspection:
         try:
             tapes.append(run(training=True, generates=tapes[0].generates))
         except PruneError as error:
-            notes.append(f"followed in eval mode only; train mode did not run: {error}")
+            notes.append(Note(f"followed in eval mode only; train mode did not run: {error}"))
         self._runs = _Runs(tuple(tapes), tuple(notes))
         return self._runs
 
-    def _cache_notes(self, tape: Tape) -> list[str]:
+    def _cache_notes(self, tape: Tape) -> list[Note]:
         """Return what the user should know about a cache in the output."""
         if self._findings.not_continuing is not None:
-            return [
+            text = (
                 f"the cache that the model returns counts as an output, and its channels are "
                 f"frozen, because the model does not run on one more token with it: "
                 f"{self._findings.not_continuing}; pass use_cache=False to prune them"
-            ]
+            )
+            return [Note(text)]
         if tape.further_ops:
-            return ["the cache that the model returns is not compared; generation with it is"]
+            text = "the cache that the model returns is not compared; generation with it is"
+            return [Note(text)]
         return []
 
     def _followed(self, tapes: tuple[Tape, ...]) -> Flow:
@@ -230,7 +234,7 @@ class Inspection:
 
     # --- findings ---
 
-    def freeze(self, names: Iterable[str], why: str) -> None:
+    def freeze(self, names: Iterable[str], why: Reason) -> None:
         """Freeze groups for a reason."""
         self._findings = self._findings.with_frozen(names, why)
 
@@ -275,9 +279,8 @@ class Inspection:
         self._findings = replace(self._findings, failed=failed)
 
     def refusal(self, path: str) -> str:
-        """Return why a module cannot be rewritten, as the end of a clause; empty if it can."""
-        refused = self._findings.refused.get(path) or self._findings.failed.get(path)
-        return f" (its forward cannot be rewritten: {refused})" if refused else ""
+        """Return why a module cannot be rewritten; empty if it can."""
+        return str(self._findings.refused.get(path) or self._findings.failed.get(path) or "")
 
     def same_class(self, path: str) -> list[str]:
         """Return all modules of the class of this one."""
@@ -308,7 +311,7 @@ def _more_with_norms(
     tapes: tuple[Tape, ...],
     rules: Mapping[object, Rule],
     kept: list[tuple[str, str]],
-    frozen: dict[str, str],
+    frozen: dict[str, Reason],
     units: int,
 ) -> int:
     """Return how many more units labels give if all means are weighted."""

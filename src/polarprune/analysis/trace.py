@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..channels.graph import Graph
 from ..channels.propagation import Rule
+from ..channels.reasons import Reason
 from ..channels.rules.table import RULES
 from ..cost.resources import add_extras
 from ..errors import PruneError
@@ -107,7 +108,8 @@ def survey(
         uniform: Which groups keep equally many units (see `repeated_blocks`).
         frozen: Names of groups that are frozen, each with the reason.
     """
-    patterns, own, given = keep_patterns(keep), checked_rules(rules), checked_reasons(frozen)
+    patterns, own = keep_patterns(keep), checked_rules(rules)
+    given = {name: Reason(why) for name, why in checked_reasons(frozen).items()}
     if not isinstance(norms, bool):
         raise PruneError(f"norms={norms!r}: give True or False.")
     if type(min_channels) is not int or min_channels < 0:
@@ -122,13 +124,13 @@ def survey(
     graph = _confirmed(inspection, compare_outputs)
     check_groups("frozen", given, graph.groups)
     held = {path: fixed_values(model.get_submodule(path)) for path in graph.rewritten}
-    frozen = {name: group.reason for name, group in graph.groups.items() if group.frozen}
+    reasons = [group.reason for group in graph.groups.values() if group.frozen]
     graph = replace(
         graph,
         rewrites=replace(
             graph.rewrites, computed=names, forward_weights=forward_weights, held=held
         ),
-        notes=(*graph.notes, *remarks, *weights.notes(frozen)),
+        notes=(*graph.notes, *remarks, *weights.notes(reasons)),
         count_with_norms=inspection.counting_with_norms(graph),
     )
     return with_families(graph, model, uniform)

@@ -19,7 +19,7 @@ from ..gates.folding import fold
 from ..surgery.apply import cut_copy, mock_copy
 from ..surgery.other_inputs import fresh_inputs
 from ..surgery.precision import StaysWide, computes_in_double, in_double, in_precision
-from ..surgery.proof import prove_equal
+from ..surgery.proof import NotEqual, prove_equal
 from ..surgery.recipe import Recipe
 from ..surgery.write_recipe import recipe_for
 from ..tracing.copying import copy_model
@@ -117,8 +117,10 @@ class TrialCuts:
             small = cut_copy(masked, recipe)
             with StaysWide(wide.dtype):
                 prove_equal(masked, small, wide.example, wide.tolerance, fresh_inputs(wide.example))
+        except NotEqual as error:
+            return found or Mismatch(error.fact)
         except PruneError as error:
-            return found or Mismatch(_first_line(error).split(". Nothing was")[0])
+            return found or Mismatch(_first_line(error))
         return None
 
     def _in_wide_precision(self, graph: Graph) -> _Wide:

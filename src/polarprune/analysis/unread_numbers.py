@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules import container
 
 from ..channels.graph import Graph, Place
+from ..channels.notes import Note
 from .inspection import Inspection
 from .number_reads import numbers_read
 from .other_forwards import OtherForwards
@@ -123,11 +124,11 @@ def _confirmed(
     return graph
 
 
-def _note(doubtful: Iterable[_Number]) -> list[str]:
+def _note(doubtful: Iterable[_Number]) -> list[Note]:
     """Return one note that lists the numbers that may be widths, if there are any."""
     listed = ", ".join(map(str, doubtful))
     why = "equal to several sizes, so a cut leaves them; code outside of the forward may read them"
-    return [f"{listed}: {why}"] if listed else []
+    return [Note(why, [listed])] if listed else []
 
 
 class _Sizes:

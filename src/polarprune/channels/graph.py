@@ -24,7 +24,9 @@ from ..tracing.tape import Op, Tape, Value
 from ..validation.plans import checked_plan
 from .group_table import state_of, table
 from .layout import FROZEN, AxisUnits, Layout, Location, Place, stays, varies
+from .notes import Note
 from .propagation import Contraction, Statistic
+from .reasons import NO_REASON, Reason
 
 if TYPE_CHECKING:
     from ..cost.resources import Cost
@@ -68,7 +70,7 @@ class Group:
     producers: tuple[str, ...]
     consumers: tuple[str, ...]
     frozen: bool = False
-    reason: str = ""
+    reason: Reason = NO_REASON
     minimum: int = 0
     offset: int = 0
 
@@ -123,7 +125,7 @@ class Graph:
     layout: Layout = field(repr=False)
     rewrites: Rewrites = field(default_factory=Rewrites, repr=False)
     unknown: dict[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     families: dict[str, tuple[str, ...]] = field(default_factory=dict)
     count_with_norms: Callable[[], int] = field(default=int, repr=False)
     resources: Cost | None = field(default=None, repr=False)

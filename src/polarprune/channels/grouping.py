@@ -29,10 +29,12 @@ from .graph import Graph, Group, module_of
 from .labels import Axis, Labels
 from .layout import FROZEN
 from .layout_builder import build_layout
+from .notes import Note
 from .propagation import AtLeast, Flow
+from .reasons import NO_REASON, OUTPUT, Reason, because
 
 
-def build(tapes: Sequence[Tape], flow: Flow, frozen: Mapping[str, str]) -> Graph:
+def build(tapes: Sequence[Tape], flow: Flow, frozen: Mapping[str, Reason]) -> Graph:
     """Build the graph of groups from labels that have been followed through the tapes.
 
     Args:
@@ -78,19 +80,21 @@ class _Roles:
         """Return True if a layer makes or merges these units."""
         return any(axis in self.consumed | self.produced for axis, _ in alike.occurrences)
 
-    def lacking(self, alike: _Alike) -> str:
-        """Return why a unit without any other reason is frozen, or an empty string."""
+    def lacking(self, alike: _Alike) -> Reason:
+        """Return why a unit without any other reason is frozen; empty if it is prunable."""
         if not any(axis in self.consumed for axis, _ in alike.occurrences):
-            return (
-                "no layer merges these channels, so no gate can close them; let a layer with a "
-                "weight read them"
+            return because(
+                None,
+                "no layer merges these channels, so no gate can close them",
+                remedy="let a layer with a weight read them",
             )
         if not any(axis in self.produced for axis, _ in alike.occurrences):
-            return (
-                "no layer makes these channels: they come from a plain parameter or a buffer; make "
-                "them by a layer"
+            return because(
+                None,
+                "no layer makes these channels: they come from a plain parameter or a buffer",
+                remedy="make them by a layer",
             )
-        return ""
+        return NO_REASON
 
     def producers(self, alike: _Alike) -> list[str]:
         """Return the modules that make these units, without those that also merge them."""
@@ -116,7 +120,7 @@ class _Formed:
     consumed: set[int]
 
 
-def _form_groups(flow: Flow, frozen: Mapping[str, str]) -> _Formed:
+def _form_groups(flow: Flow, frozen: Mapping[str, Reason]) -> _Formed:
     """Sort units into groups and number the units of prunable groups."""
     root = flow.labels.roots()
     reasons = flow.labels.reasons(root)
@@ -138,7 +142,7 @@ def _form_groups(flow: Flow, frozen: Mapping[str, str]) -> _Formed:
 
 
 def _group(
-    roles: _Roles, alike: _Alike, size: int, reason: str, taken: Mapping[str, Group]
+    roles: _Roles, alike: _Alike, size: int, reason: Reason, taken: Mapping[str, Group]
 ) -> Group:
     """Make a group, named after its first producer; a number is added where that is taken."""
     producers, consumers = roles.producers(alike), roles.consumers(alike)
@@ -151,16 +155,27 @@ def _group(
 
 
 def _split_by_reason(
-    alike: _Alike, reasons: tuple[Tensor, list[str]], lacking: str
-) -> Iterator[tuple[str, Tensor]]:
+    alike: _Alike, reasons: tuple[Tensor, list[Reason]], lacking: Reason
+) -> Iterator[tuple[Reason, Tensor]]:
     """Split a set of units: the prunable ones first, then those of each reason, by its text.
 
-    `reasons` holds the number of the reason of every root, or -1, and the texts. `lacking` is the
-    reason of number -1: as the last of the texts it has that index. An empty text sorts first.
+    Units of different outputs stay together, with the reason of the first.
+
+    Args:
+        alike: The units.
+        reasons: The number of the reason of every root, or -1, and the reasons.
+        lacking: The reason of number -1: as the last one it has that index. An empty text sorts
+            first.
     """
-    numbers, texts = reasons[0][alike.roots], [*reasons[1], lacking]
-    for number in sorted(numbers.unique().tolist(), key=lambda number: texts[number]):
-        yield texts[number], alike.roots[numbers == number]
+    numbers, every = reasons[0][alike.roots], [*reasons[1], lacking]
+    present = sorted(numbers.unique().tolist(), key=lambda number: every[number])
+    outputs = [number for number in present if every[number].fact == OUTPUT]
+    for number in outputs[1:]:
+        numbers[numbers == number] = outputs[0]
+    for number in present:
+        members = alike.roots[numbers == number]
+        if len(members):
+            yield every[number], members
 
 
 def _alike(labels: Labels, root: Tensor) -> list[_Alike]:
@@ -251,7 +266,7 @@ def _axes_with(labels: Labels, vectors: list[Tensor]) -> set[int]:
 # --- groups whose units do not cost the same ------------------------------------------------------
 
 
-def _uneven_groups(flow: Flow, formed: _Formed) -> dict[str, str]:
+def _uneven_groups(flow: Flow, formed: _Formed) -> dict[str, Reason]:
     """Return groups whose units occur unequally often in an operation, and why this freezes them.
 
     A slice of a weight makes such groups. On whole axes of parameters all units of a group occur
@@ -261,16 +276,17 @@ def _uneven_groups(flow: Flow, formed: _Formed) -> dict[str, str]:
     sizes = torch.tensor([group.size for group in prunable], dtype=torch.long)
     owner = torch.arange(len(sizes)).repeat_interleave(sizes)
     whole_axes = {(axis.start, axis.size) for axis in flow.labels.axes}
-    found: dict[str, str] = {}
+    found: dict[str, Reason] = {}
     for item in flow.contractions:
         for labels in item.factors:
             first, last = int(labels[0]), int(labels[-1])
             if (first, labels.numel()) in whole_axes and last - first == labels.numel() - 1:
                 continue
             for number in _unequal_counts(formed.unit_of[labels], owner, sizes):
-                found[prunable[number].name] = (
-                    f"some of these channels cost more than others in {item.op.where}; use a "
-                    f"separate weight there instead of a slice of one"
+                found[prunable[number].name] = because(
+                    item.op,
+                    "some of these channels cost more than others",
+                    remedy="use a separate weight there instead of a slice of one",
                 )
     return found
 
@@ -298,7 +314,7 @@ def _with_required_channels(graph: Graph, needs: Sequence[AtLeast], unit_of: Ten
         for name, least in _required(graph, unit_of[need.layer], need):
             if least > minimum.get(name, 0):
                 minimum[name] = least
-                notes.append(f"{name}: keeps at least {least} channels: {need.why}")
+                notes.append(Note(f"keeps at least {least} channels: {need.why}", [name]))
     return replace(graph.with_minimum(minimum), notes=tuple(notes))
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..tracing.schemas import changes_shape_in_place, is_mutable
 from ..tracing.tape import Op, Tape, Value
 from .labels import Labels, support
-from .reasons import OUTPUT, POINTWISE, because
+from .reasons import OUTPUT, POINTWISE, Origin, Reason, because
 
 Rule = Callable[["Flow", Op], None]
 _FILLS = ("zero_", "fill_", "bernoulli_", "uniform_", "normal_", "random_")
@@ -58,6 +58,15 @@ class Choice:
     axis: int  # the contracted one
     inner: Tensor  # labels along the input axis of the weight
     passed: Tensor
+
+
+@dataclass(eq=False)
+class PendingJoin:
+    """A layer along several axes that met one along some of these, and the operation."""
+
+    wide: Tensor
+    narrow: Tensor
+    op: Op | None
 
 
 @dataclass(eq=False)
@@ -105,7 +114,7 @@ class Flow:
         self.choices: list[Choice] = []
         self.embedding_channels: list[Tensor] = []
         self.channel_counts: list[tuple[Op, Tensor, int]] = []  # operation, layer and its axis
-        self.pending_joins: list[tuple[Tensor, Tensor]] = []  # the wide and the narrow layer
+        self.pending_joins: list[PendingJoin] = []
         self.at_least: list[AtLeast] = []
         self.multi_axis_layers: list[Tensor] = []  # vary along several axes
         self.unknown: dict[str, str] = {}  # operation without a rule -> where
@@ -149,19 +158,19 @@ class Flow:
 
     def _freeze_final_values(self, tape: Tape) -> None:
         for value in tape.outputs:
-            self.freeze(value, OUTPUT)
+            # The only output needs no description.
+            named = self.describe(value) if len(tape.outputs) > 1 else None
+            self.freeze(value, because(None, OUTPUT, tensor=named))
         for value in tape.stored_values:
-            self.freeze(
-                value,
-                f"stored by the model's code but not returned, so it cannot be compared: "
-                f"{self.describe(value)}; return it, or do not keep it after forward",
-            )
+            fact = "stored by the model's code but not returned, so it cannot be compared"
+            remedy = "return it, or do not keep it after forward"
+            self.freeze(value, because(None, fact, tensor=self.describe(value), remedy=remedy))
         for value in tape.read_values:
-            self.freeze(
-                value,
-                f"its values decide what the model's code does: {self.describe(value)}; "
-                f"use torch.where in place of Python's if",
+            fact, remedy = (
+                "its values decide what the model's code does",
+                "use torch.where in place of Python's if",
             )
+            self.freeze(value, because(None, fact, tensor=self.describe(value), remedy=remedy))
 
     def _freeze_seeded(self, op: Op) -> None:
         """Freeze what meets numbers from a seeded generator: a fixed vector, not noise."""
@@ -238,7 +247,7 @@ class Flow:
         first = next((x for x in layers if bool((made & prunable)[root[x]].any())), layers[0])
         for layer in layers:
             if layer is not first:
-                self.labels.freeze(layer, self._here("lies on one axis with other channels", value))
+                self.labels.freeze(layer, self._here("shares an axis with other channels", value))
         return first
 
     def constant_index(self, value: object) -> Tensor | None:
@@ -259,23 +268,20 @@ class Flow:
         """
         return bool(value.name) or value in self._moved_weights
 
-    def describe(self, value: Value) -> str:
+    def describe(self, value: Value) -> Origin:
         """Say in a few words where a tensor comes from, for a reason."""
         shape = f"of shape {value.shape}"
         op = self._producers.get(value)
         if value.name:
-            return f"{value.name!r} {shape}"
+            return Origin(f"{value.name!r} {shape}")
         if value.root in self._inputs:
-            return f"an input of the model {shape}"
+            return Origin(f"an input of the model {shape}")
         if op is None or op.name == "lift_fresh":
-            return f"a constant tensor {shape}"
-        return f"the result {shape} of {op.name} in {op.where}"
+            return Origin(f"a constant tensor {shape}", is_constant=True)
+        return Origin(f"the result {shape} of {op.name} in {op.where}", op.module)
 
-    def _here(self, fact: str, value: Value) -> str:
-        detail = self.describe(value)
-        if self._current is None:
-            return f"{fact}: {detail}; {POINTWISE}"
-        return because(self._current, fact, detail=detail, remedy=POINTWISE)
+    def _here(self, fact: str, value: Value) -> Reason:
+        return because(self._current, fact, tensor=self.describe(value), remedy=POINTWISE)
 
     # --- what rules write ---
 
@@ -340,7 +346,7 @@ class Flow:
 
     def join_later(self, wide: Tensor, narrow: Tensor) -> None:
         """Note that a layer along several axes met one along some of these."""
-        self.pending_joins.append((wide, narrow))
+        self.pending_joins.append(PendingJoin(wide, narrow, self._current))
 
     def require(self, layer: Tensor, axis: int, count: int, why: str) -> None:
         """Note that some channels must remain along an axis of a layer, and why."""

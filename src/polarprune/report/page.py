@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..channels.group_table import folded
 from ..validation.optional_packages import optional_package
 from .facts import (
     JsonObject,
@@ -101,7 +100,7 @@ def page_content(report: Report) -> dict[str, object]:
         "histograms": _histograms(report),
         "widths": _widths(report),
         "frozen": _frozen(report),
-        "notes": folded(report.notes),
+        "notes": report.notes,
         "load": "\n".join(loading_lines(report)),
         "origin": origin(report),
     }

@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..channels.group_table import folded
 from .facts import (
     Fact,
     Rows,
@@ -43,7 +42,7 @@ def plain_text(report: Report) -> str:
 
 
 def _notes(report: Report) -> list[str]:
-    return [*odd_widths(report), *folded(report.notes)]
+    return [*odd_widths(report), *report.notes]
 
 
 def _line(fact: Fact) -> str:

@@ -19,6 +19,7 @@ from torch import fx, nn
 from torch.nn.modules import batchnorm
 
 from ..channels.graph import Graph, module_of
+from ..channels.notes import Note
 from ..errors import PruneError
 from ..tracing.model_state import named_tensors
 from .captured_forward import CapturedForward, Refused, notes_of
@@ -235,7 +236,7 @@ def removed_modules(path: str, module: nn.Module, graph: Graph, edits: list[Edit
 
 def removed_with_groups(
     model: nn.Module, graph: Graph, groups: Iterable[str]
-) -> tuple[dict[str, set[str]], list[str]]:
+) -> tuple[dict[str, set[str]], list[Note]]:
     """Find what is removed, besides its channels, when a group closes entirely.
 
     Returns:

@@ -223,7 +223,7 @@ def test_prices_in_the_table_are_what_a_channel_saves() -> None:
     ("name", "states"),
     [
         ("residual_projection", {"0.0": "prunable, at least 1 stays", "1.conv1": "prunable"}),
-        ("outputs_tuple", {"boxes": "frozen: part of the model's output"}),
+        ("conv_bn_relu_forward", {"fc": "frozen: part of the model's output"}),
     ],
 )
 def test_state_of_a_group_is_prunable_or_frozen(name: str, states: dict[str, str]) -> None:
@@ -509,8 +509,29 @@ def test_reason_of_code_with_fixed_sizes_names_module_line_and_remedy(
 
 def test_output_is_frozen() -> None:
     graph = pp.trace(*NETS["outputs_tuple"]())
-    whole = {group.name: group.reason for group in graph.groups.values() if group.frozen}
-    assert whole == dict.fromkeys(("logits.2", "boxes"), "part of the model's output")
+    frozen = {name: group.reason for name, group in graph.groups.items() if group.frozen}
+    facts = {name: reason.fact for name, reason in frozen.items()}
+    assert facts == dict.fromkeys(("logits.2", "boxes"), "part of the model's output")
+
+
+def test_each_of_several_outputs_is_named_with_its_operation_and_line() -> None:
+    reason = pp.trace(*NETS["outputs_tuple"]()).groups["boxes"].reason
+    assert reason.startswith("part of the model's output: the result of shape (")
+    assert " of convolution in boxes (" in reason
+
+
+def test_a_layer_whose_parts_are_different_outputs_is_one_group() -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 8, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            first, second = self.conv(x).chunk(2, 1)
+            return first.relu(), second.sigmoid()
+
+    (group,) = pp.trace(Halves(), images(2, 3, 8, 8)).groups.values()
+    assert group.name == "conv" and "of relu in model" in group.reason
 
 
 @dataclass
@@ -540,7 +561,7 @@ class Boxed(nn.Module):
 def test_output_is_found_inside_objects(pack: Callable[[Tensor, Tensor], Any]) -> None:
     graph = pp.trace(Boxed(pack), images(2, 3, 8, 8))
     assert graph.prunable == {}
-    assert {group.reason for group in graph.groups.values()} == {"part of the model's output"}
+    assert {group.reason.fact for group in graph.groups.values()} == {"part of the model's output"}
 
 
 def test_model_without_an_output_to_compare_is_refused() -> None:
@@ -601,7 +622,7 @@ def test_auxiliary_head_that_runs_in_train_mode_is_followed(traced: Any) -> None
     assert graph.groups["early.0"].consumers == ("late.0.0", "aux.0.0")
     assert not graph.groups["aux.0.0"].frozen
     assert graph.groups["aux.0.0"].minimum == 1
-    assert graph.groups["aux.1.2"].reason == "part of the model's output"
+    assert graph.groups["aux.1.2"].reason.fact == "part of the model's output"
 
 
 def test_model_that_cannot_run_in_train_mode_is_followed_in_eval_mode_with_a_note() -> None:

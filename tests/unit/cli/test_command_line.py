@@ -18,7 +18,7 @@ from typer.main import get_group
 from typer.testing import CliRunner
 
 import polarprune as pp
-from polarprune.channels.group_table import folded
+from polarprune.channels.notes import Note, folded
 from polarprune.cli.app import app
 from polarprune.cli.demo import DigitsNet
 from polarprune.cli.experiments import app as experiments
@@ -161,11 +161,11 @@ def test_report_prints_the_file_as_json(folder: Path) -> None:
 
 def test_a_note_about_several_modules_is_printed_once() -> None:
     notes = [
-        "a.qkv: needs one",
-        "it is slow",
-        "b.qkv: needs one",
-        "b.qkv: other",
-        "c.qkv: needs one",
+        Note("needs one", ["a.qkv"]),
+        Note("it is slow"),
+        Note("needs one", ["b.qkv"]),
+        Note("other", ["b.qkv"]),
+        Note("needs one", ["c.qkv"]),
     ]
     assert folded(notes) == ["a.qkv (and 2 more): needs one", "it is slow", "b.qkv: other"]
     graph = replace(pp.trace(DigitsNet(), torch.randn(2, 1, 8, 8)), notes=tuple(notes))

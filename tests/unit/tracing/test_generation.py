@@ -49,7 +49,7 @@ def test_what_may_be_an_output_of_its_own_stays_one(form: str) -> None:
     """A dict with other keys, a bare tuple, a cache that the forward does not take or read."""
     graph = pp.trace(Decoder(form), {"input_ids": IDS})
     assert not heads(graph) and GENERATES not in graph.notes
-    assert graph.groups["attention.q"].reason == "part of the model's output"
+    assert graph.groups["attention.q"].reason.fact == "part of the model's output"
 
 
 def test_a_cache_with_which_the_model_does_not_run_counts_as_an_output_and_a_note_says_so() -> None:

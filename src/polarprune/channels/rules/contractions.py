@@ -10,7 +10,7 @@ from torch import Tensor
 from ...tracing.tape import Op, Value
 from ..labels import along, support
 from ..propagation import Choice, Contraction, Flow
-from ..reasons import HEADS_AS_WHOLE, ORIGIN, POINTWISE, because, for_origin
+from ..reasons import HEADS_AS_WHOLE, ORIGIN, POINTWISE, Reason, because, for_origin, unknown_origin
 from .elementwise import merge_bias
 from .products import batched_product, outer_product
 
@@ -98,9 +98,7 @@ def _grouped_convolution(flow: Flow, op: Op, incoming: Tensor | None) -> Tensor 
     if first is None or incoming is None:
         for vector in (first, second, incoming):
             if vector is not None:
-                detail = f"{op.name} of {flow.describe(source)}"
-                fact = "no channels to follow"
-                flow.labels.freeze(vector, because(op, fact, detail=detail, remedy=ORIGIN))
+                flow.labels.freeze(vector, _unknown_origin(flow, op, source))
         flow.add_contraction(Contraction(op, [], [], []))
         return None
     width = source.shape[1] // groups
@@ -121,8 +119,12 @@ def _grouped_input(
     if made is not None and not transposed:
         rows = made.reshape(groups, -1)
         if rows.shape[1] == 1:
-            fact = "one channel for each of the input"
-            flow.labels.freeze(made, because(op, fact, remedy=ORIGIN))
+            fact, tensor = (
+                "makes one channel for each channel of its input",
+                flow.describe(op.args[0]),
+            )
+            reason = because(op, fact, detail=f"{op.name} of", tensor=tensor, remedy=ORIGIN)
+            flow.labels.freeze(made, reason)
         flow.labels.join(rows, rows[:1])
     makes = [] if made is None else [made]
     flow.add_contraction(Contraction(op, makes, [], makes))
@@ -138,8 +140,9 @@ def _entire_groups(
     flow.labels.join(rows, arriving[:, :1])
     flow.labels.join(arriving, arriving[:, :1])
     if second is not None:
-        fact = "inside a group of a convolution, which is removed as a whole"
-        flow.labels.freeze(second, because(op, fact))
+        fact = "inside of a group of a convolution, of which all channels are pruned together"
+        tensor, remedy = flow.describe(weight), "use groups=1 to prune single channels"
+        flow.labels.freeze(second, because(op, fact, tensor=tensor, remedy=remedy))
     sites = [] if arriving.shape[1] == 1 else _sites(flow, op, first, weight)
     flow.add_contraction(Contraction(op, [first], sites, [first]))
     return rows[:, :1].expand(-1, weight.shape[1]).flatten() if transposed else first
@@ -154,7 +157,7 @@ def _same_channels_of_every_group(
     flow.labels.join(rows, rows[:1])
     inner, outer = (first, second) if transposed else (second, first)
     if inner is None:
-        flow.labels.freeze(incoming, because(op, "no channels to follow", remedy=ORIGIN))
+        flow.labels.freeze(incoming, _unknown_weight(flow, op, weight))
     else:
         flow.labels.join(arriving, inner.reshape(groups, -1) if transposed else inner[None])
     factors = [first] if second is None else [rows[0], second]
@@ -174,10 +177,15 @@ def _sites(flow: Flow, op: Op, inner: Tensor, weight: Value) -> list[Tensor]:
     return []
 
 
-def _computed_weight(flow: Flow, op: Op, weight: Value) -> str:
-    detail = f"{op.name} with {flow.describe(weight)}"
+def _computed_weight(flow: Flow, op: Op, weight: Value) -> Reason:
     remedy = "compute the weight with torch.nn.utils.parametrize"
-    return because(op, "merged by a computed weight", detail=detail, remedy=remedy)
+    return because(
+        op,
+        "merged by a computed weight",
+        detail=f"{op.name} with",
+        tensor=flow.describe(weight),
+        remedy=remedy,
+    )
 
 
 # --- matrix products ------------------------------------------------------------------------------
@@ -286,13 +294,13 @@ def _contract(
     """Join incoming channels with the input axis of a weight, and record the contraction.
 
     Args:
-        flow: the labels.
-        op: the operation.
-        incoming: labels of the incoming channels.
-        inner: labels along the input axis of the weight.
-        weight: the weight.
-        outer: labels along the output axis of the weight.
-        source: the other operand; the first argument of the operation unless given.
+        flow: The labels.
+        op: The operation.
+        incoming: Labels of the incoming channels.
+        inner: Labels along the input axis of the weight.
+        weight: The weight.
+        outer: Labels along the output axis of the weight.
+        source: The other operand; the first argument of the operation unless given.
     """
     outers = [] if outer is None else [outer]
     if incoming is None and any(flow.is_uniform(v) for v in op.inputs() if v is not weight):
@@ -301,10 +309,7 @@ def _contract(
         if inner is not None:
             flow.labels.freeze(inner, _unknown_origin(flow, op, source or op.args[0]))
         if incoming is not None:
-            fact = "merged with a tensor that has no channels to follow"
-            tensor = flow.describe(weight)
-            detail, remedy = f"{op.name} with {tensor}", for_origin(tensor, POINTWISE)
-            flow.labels.freeze(incoming, because(op, fact, detail=detail, remedy=remedy))
+            flow.labels.freeze(incoming, _unknown_weight(flow, op, weight))
         flow.add_contraction(Contraction(op, outers, [], outers))
         return
     flow.labels.join(incoming, inner)
@@ -312,7 +317,13 @@ def _contract(
     flow.add_contraction(Contraction(op, [inner, *outers], sites, outers))
 
 
-def _unknown_origin(flow: Flow, op: Op, source: Value) -> str:
-    detail = f"{op.name} of {flow.describe(source)}"
-    fact = "reads channels of unknown origin (or the input)"
-    return because(op, fact, detail=detail, remedy=ORIGIN)
+def _unknown_origin(flow: Flow, op: Op, source: Value) -> Reason:
+    return unknown_origin(op, "reads", flow.describe(source), detail=f"{op.name} of")
+
+
+def _unknown_weight(flow: Flow, op: Op, weight: Value) -> Reason:
+    """Return the reason for channels that a weight merges along an axis without labels."""
+    tensor = flow.describe(weight)
+    fact = "merged with a tensor that has no known channels"
+    remedy = for_origin(tensor, POINTWISE)
+    return because(op, fact, detail=f"{op.name} with", tensor=tensor, remedy=remedy)

@@ -120,10 +120,10 @@ def write(flow: Flow, op: Op) -> None:
     if all(fits(layer, base.shape) for layer in flow.layers(source)):
         flow.set(base, flow.layers(source))
     else:
-        detail = f"{op.name} into {flow.describe(base)}"
+        detail, tensor = f"{op.name} into", flow.describe(base)
         remedy = "build the tensor with torch.cat instead"
         fact = "written into part of another tensor"
-        flow.freeze(source, because(op, fact, detail=detail, remedy=remedy))
+        flow.freeze(source, because(op, fact, detail=detail, tensor=tensor, remedy=remedy))
         flow.unmark_uniform(base)
 
 

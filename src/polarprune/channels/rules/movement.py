@@ -10,7 +10,7 @@ from ...tracing.tape import Op, Value
 from .. import labels as lab
 from ..labels import along, compress, support
 from ..propagation import Flow
-from ..reasons import ORIGIN, POINTWISE, because, for_origin
+from ..reasons import POINTWISE, because, unknown_origin
 from .elementwise import fits, freeze_unlabelled, merge
 
 # --- views and permutations -----------------------------------------------------------------------
@@ -102,7 +102,7 @@ def restride(flow: Flow, op: Op) -> None:
         return same(flow, op)
     remedy = "use view, permute or indexing instead"
     fact = f"{op.name} reads memory with other strides"
-    flow.freeze(source, because(op, fact, detail=flow.describe(source), remedy=remedy))
+    flow.freeze(source, because(op, fact, tensor=flow.describe(source), remedy=remedy))
 
 
 def shuffle(flow: Flow, op: Op) -> None:
@@ -235,9 +235,8 @@ def _new_piece(flow: Flow, op: Op, part: Value, axis: int) -> Tensor:
         flow.set(part, [*flow.layers(part), piece])
     else:
         tensor = flow.describe(part)
-        fact = "joined with channels of unknown origin"
-        detail, remedy = f"{op.name} with {tensor}", for_origin(tensor, ORIGIN)
-        flow.labels.freeze(piece, because(op, fact, detail=detail, remedy=remedy))
+        reason = unknown_origin(op, "joined with", tensor, detail=f"{op.name} with")
+        flow.labels.freeze(piece, reason)
     return piece
 
 

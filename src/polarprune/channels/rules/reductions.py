@@ -10,7 +10,7 @@ from torch import Tensor
 from ...tracing.tape import Op, Value
 from ..labels import along, support, with_leading_axes
 from ..propagation import Flow
-from ..reasons import ORIGIN, POINTWISE, because, mixes
+from ..reasons import POINTWISE, because, mixes, unknown_origin
 
 _WEIGHABLE = ("mean", "sum", "var", "var_mean", "linalg_vector_norm")
 
@@ -150,9 +150,8 @@ def channel_norm(flow: Flow, op: Op) -> None:
         if vector is not None and channels is not None:
             flow.labels.join(vector, channels)
         elif vector is not None:
-            fact = f"{op.name} normalises channels of unknown origin"
-            detail = flow.describe(source)
-            flow.labels.freeze(vector, because(op, fact, detail=detail, remedy=ORIGIN))
+            tensor = flow.describe(source)
+            flow.labels.freeze(vector, unknown_origin(op, f"{op.name} normalises", tensor))
     for out in op.outs:
         if len(out.shape) == len(source.shape):
             flow.set(out, flow.layers(source))
