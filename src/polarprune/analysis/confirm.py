@@ -22,7 +22,7 @@ from ..channels.notes import Note
 from ..channels.reasons import Reason, because
 from ..tracing.generation import CannotContinue
 from .inspection import Inspection
-from .repairs import PLANS, repair, with_captured_class
+from .repairs import PLANS, no_further, repair, with_captured_class
 from .tape_comparison import Mismatch
 from .trial_cuts import TrialCuts, closing_plan, trial_plan, trial_units
 from .width_decisions import WidthReader
@@ -274,11 +274,12 @@ def _capture_to_close(
     """Capture the code that fails on no channels; return the new graph if that gets further."""
     before = inspection.findings.rewritten
     new = with_captured_class(inspection, graph, found.op.module) if found.op else None
-    if new is None:
+    if new is None or found.op is None:
         return None
     further = _closing_mismatch(new, trial, compare_outputs)
     if not further or further.index > found.index:
         return new
+    inspection.note_failure(found.op.module, no_further(further))
     inspection.use_rewritten(before)
     return None
 

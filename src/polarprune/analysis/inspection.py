@@ -273,9 +273,9 @@ class Inspection:
         known = self._findings
         return not (of_torch or path in known.rewritten or path in known.refused)
 
-    def note_failure(self, path: str, error: PruneError) -> None:
-        """Note that the model did not run with this module rewritten."""
-        failed = {**self._findings.failed, path: Refused(str(error))}
+    def note_failure(self, path: str, why: str) -> None:
+        """Note why a module whose forward was captured runs its own forward nevertheless."""
+        failed = {**self._findings.failed, path: Refused(why)}
         self._findings = replace(self._findings, failed=failed)
 
     def refusal(self, path: str) -> str:

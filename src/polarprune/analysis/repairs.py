@@ -30,15 +30,18 @@ def repair(inspection: Inspection, graph: Graph, trial: TrialCuts, found: Mismat
     )
 
 
-def _gets_further(
+def _obstacle(
     graph: Graph, trial: TrialCuts, before: Mismatch, more_seeds: Iterable[int] = ()
-) -> bool:
-    """Return True if the trial cut gets further than before, and so do those of other seeds."""
+) -> Mismatch | None:
+    """Return what keeps a trial cut from getting further than before, if anything does.
+
+    The trial cuts of other seeds have to get further, too.
+    """
     for seed in (before.seed, *more_seeds):
         found = trial.mismatch(graph, trial_plan(graph, seed))
         if found is not None and (found.op is None or found.index <= before.index):
-            return False
-    return True
+            return found
+    return None
 
 
 # --- attributes that follow a width ---------------------------------------------------------------
@@ -65,7 +68,7 @@ def _resize_attributes(
         attributes = {**known.attributes, **dict.fromkeys(alike, locations)}
         seeds = set().union(*(distinguishing for _, _, distinguishing in tried))
         new = graph.with_size_attributes(known.followed(attributes))
-        if tried and _gets_further(new, trial, found, seeds):
+        if tried and not _obstacle(new, trial, found, seeds):
             inspection.follow_attributes(attributes)
             inspection.try_seeds(seeds)
             return new
@@ -127,11 +130,21 @@ def _capture(
     """Capture the forward of the module; return the new graph if the trial gets further."""
     assert found.op is not None
     before = inspection.findings.rewritten
-    new = with_captured_class(inspection, graph, found.op.module)
-    if new is not None and _gets_further(new, trial, found):
+    path = found.op.module
+    new = with_captured_class(inspection, graph, path)
+    if new is None:
+        return None
+    obstacle = _obstacle(new, trial, found)
+    if obstacle is None:
         return new
+    inspection.note_failure(path, no_further(obstacle))
     inspection.use_rewritten(before)
     return None
+
+
+def no_further(obstacle: Mismatch) -> str:
+    """Return why a captured forward is not used."""
+    return f"a trial cut gets no further with the captured one: {obstacle}"
 
 
 def with_captured_class(inspection: Inspection, graph: Graph, module: str) -> Graph | None:
@@ -142,6 +155,6 @@ def with_captured_class(inspection: Inspection, graph: Graph, module: str) -> Gr
         if inspection.rewrite(used):
             return inspection.inspect()
     except PruneError as error:  # with captured forwards, the modules no longer fit together
-        inspection.note_failure(module, error)
+        inspection.note_failure(module, str(error))
         inspection.use_rewritten(before)
     return None

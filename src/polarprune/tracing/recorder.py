@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..errors import PruneError
-from .generation import Answer, CannotContinue, answers, further_call
+from .generation import Answer, CannotContinue, FurtherCall, answers, further_call
 from .model_state import Example, as_call, restored, tensors_in, without_fused_paths
 from .op_recorder import OpRecorder
 from .python_reads import PythonReads
@@ -107,11 +107,11 @@ def attempt(
         brief: Omit source lines, MACs and watched sizes.
         watch_sizes: Note what Python code does with sizes.
     """
-    further = further_call(model, example) if generates and not training else {}
+    further = further_call(model, example) if generates and not training else FurtherCall()
     count_macs = not (training or brief)  # the cost is that of eval mode
     recorder = OpRecorder(
         model,
-        (as_call(example), further),
+        (as_call(example), further.arguments),
         with_values=with_values,
         generates=generates,
         brief=brief,
