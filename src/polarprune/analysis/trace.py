@@ -7,8 +7,7 @@ channels are cut from copies, and the copies are run (`confirm.py`).
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -139,7 +138,7 @@ def survey(
 def _confirmed(inspection: Inspection, compare_outputs: bool) -> Graph:
     """Return the confirmed graph. Its cost covers the tensors that closed groups take away."""
     model = inspection.model
-    with graphs_cached(), _without_old_garbage():
+    with graphs_cached(), _OLD_OBJECTS_EXCLUDED:
         graph = confirm(inspection, compare_outputs)
         graph = follow_unread_numbers(inspection, graph)
         closable = [name for name, group in graph.prunable.items() if not group.minimum]
@@ -175,17 +174,29 @@ def changed(graph: Graph, model: nn.Module, present: Tensor) -> list[str]:
     return found
 
 
-@contextmanager
-def _without_old_garbage() -> Iterator[None]:
-    """Exclude all objects that exist now from garbage collection.
+class OldObjects:
+    """Context manager: exclude all objects that exist now from garbage collection.
 
-    Tracing makes many objects, which would make Python search all imported modules repeatedly.
+    Tracing makes many objects, which would make Python search all imported modules repeatedly. If
+    the process has frozen objects itself, they stay frozen, and nothing is done. Python counts
+    frozen objects one by one, so once some were found, it is not asked again.
     """
-    mine = not gc.get_freeze_count()
-    if mine:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if mine:
+
+    def __init__(self) -> None:
+        self._frozen_by_others = False
+        self._depth = 0  # a rule of the user may call `trace`
+
+    def __enter__(self) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._frozen_by_others = self._frozen_by_others or gc.get_freeze_count() > 0
+            if not self._frozen_by_others:
+                gc.freeze()
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        if self._depth == 0 and not self._frozen_by_others:
             gc.unfreeze()
+
+
+_OLD_OBJECTS_EXCLUDED = OldObjects()  # entered by one thread at a time, see `survey`

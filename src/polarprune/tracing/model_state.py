@@ -92,6 +92,9 @@ def restored(model: nn.Module, training: bool | None = None) -> Iterator[None]:
     forward may cache results in them, and hooks because some libraries register theirs when the
     model first runs.
 
+    The random generators of torch, Python and NumPy belong to the process. Another thread that
+    draws numbers meanwhile draws them from the run's seed, and they are reset under it.
+
     Args:
         model: The model that runs inside.
         training: The mode to run it in; None leaves the mode as it is.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import polarprune as pp
+from polarprune.analysis import trace
 from polarprune.channels.graph import Graph
 from polarprune.rules import pointwise
 from tests.helpers import exact
@@ -769,3 +770,44 @@ def test_weights_that_start_at_zero_do_not_hide_a_wrong_cut() -> None:
         masked[3][2].weight[:, 5:] = 0
     small = pp.shrink(masked, graph, plan)
     assert difference(masked.double(), small.double(), (inputs.double(),), training=False) <= 1e-10
+
+
+class Collector:
+    """Stands for Python's garbage collector, and counts how often it is asked."""
+
+    def __init__(self, frozen: int) -> None:
+        self.frozen, self.asked = frozen, 0
+
+    def get_freeze_count(self) -> int:
+        self.asked += 1
+        return self.frozen
+
+    def freeze(self) -> None:
+        self.frozen += 100
+
+    def unfreeze(self) -> None:
+        self.frozen = 0
+
+
+def test_old_objects_are_excluded_from_garbage_collection_until_the_outermost_trace_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    collector, excluded = Collector(frozen=0), trace.OldObjects()
+    monkeypatch.setattr(trace, "gc", collector)
+    for _ in range(2):
+        with excluded:
+            with excluded:
+                assert collector.frozen == 100
+            assert collector.frozen == 100
+        assert collector.frozen == 0
+
+
+def test_objects_that_the_process_froze_stay_frozen_and_are_counted_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    collector, excluded = Collector(frozen=7), trace.OldObjects()
+    monkeypatch.setattr(trace, "gc", collector)
+    for _ in range(3):
+        with excluded:
+            assert collector.frozen == 7
+    assert (collector.frozen, collector.asked) == (7, 1)
