@@ -63,7 +63,7 @@ class OpRecorder(TorchDispatchMode):
         self.brief, self.generates, self.with_values = brief, generates, with_values
         self.sizes = SizeLog(self.current_module)
         self._count_macs = count_macs
-        self._busy = False  # True while the recorder itself reads shapes
+        self.watches_sizes = True  # False while the recorder itself reads shapes, and after the run
         self._zeros = Zeros()
         self._placeholders = {} if with_values else PLACEHOLDERS
         self._module_stack: list[str] = []
@@ -119,11 +119,11 @@ class OpRecorder(TorchDispatchMode):
         """Return the value that stands for a tensor on the tape."""
         found = self._known_value(tensor)
         if found is None:
-            before, self._busy = self._busy, True
+            before, self.watches_sizes = self.watches_sizes, False
             found = self._remember(tensor, _value(tensor))
             if found.is_integer and not tensor.is_meta and tensor.numel() < _LARGEST_INDEX:
                 found.data = copy_of(tensor) if tensor.numel() else tensor
-            self._busy = before
+            self.watches_sizes = before
         return found
 
     def values(self, tree: object) -> list[Value]:
@@ -257,15 +257,10 @@ class OpRecorder(TorchDispatchMode):
         self._example_ops, self._count_macs = len(self._ops), False
         return [self.value(tensor) for tensor in cached]
 
-    @property
-    def watches_sizes(self) -> bool:
-        """False while the recorder itself reads shapes, and after the run."""
-        return not self._busy
-
     def finish(self, out: object) -> None:
         """Note what was returned, and what the model's code stored without returning it."""
         self.sizes.stop()
-        self._busy = True
+        self.watches_sizes = False
         self._outputs = self.values(out)
         alive = {value for reference, value in self._known.values() if reference() is not None}
         unused = unused_values(self._ops, (*self._outputs, *self._read_values))
