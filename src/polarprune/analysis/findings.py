@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from ..channels.graph import Place
+from ..channels.graph import Location
 from ..channels.reasons import Reason
 from ..rewriting.captured_forward import CapturedForward, Refused
 from ..tracing.generation import CannotContinue
 
-Attributes = Mapping[str, Mapping[str, Place]]  # module -> attribute -> the width it follows
+Attributes = Mapping[str, Mapping[str, Location]]  # module -> attribute -> the width it follows
 Captured = Mapping[str, CapturedForward]
 
 
@@ -61,7 +61,7 @@ class Findings:
         """Return the findings with more refusals; the first of a module counts."""
         return replace(self, refused={**refused, **self.refused})
 
-    def followed(self, attributes: Attributes) -> dict[str, dict[str, Place]]:
+    def followed(self, attributes: Attributes) -> dict[str, dict[str, Location]]:
         """Return those of these attributes that are read: captured forwards do not read theirs."""
         items = attributes.items()
         return {path: dict(mine) for path, mine in items if path not in self.rewritten}

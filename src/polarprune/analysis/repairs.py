@@ -13,14 +13,14 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from ..channels.graph import Graph, Location, Place
+from ..channels.graph import Graph, Location, OpAxis
 from ..errors import PruneError
 from .inspection import Inspection
 from .tape_comparison import Mismatch
 from .trial_cuts import TrialCuts, trial_plan, trial_units
 
 PLANS = 16  # plans that are computed, without running the model, to distinguish widths
-Option = tuple[str, Location, set[int]]  # attribute, the width it may follow, distinguishing seeds
+Option = tuple[str, OpAxis, set[int]]  # attribute, the width it may follow, distinguishing seeds
 
 
 def repair(inspection: Inspection, graph: Graph, trial: TrialCuts, found: Mismatch) -> Graph | None:
@@ -76,7 +76,7 @@ def _resize_attributes(
 
 
 def _options(
-    inspection: Inspection, graph: Graph, path: str, taken: Mapping[str, Place]
+    inspection: Inspection, graph: Graph, path: str, taken: Mapping[str, Location]
 ) -> list[Option]:
     """Return the integer attributes of a module, each with every width that it may follow."""
     plans = [trial_units(graph, seed) for seed in range(PLANS)]
@@ -100,13 +100,13 @@ def _alike(inspection: Inspection, graph: Graph, path: str) -> list[str]:
 
 def _distinct_widths(
     graph: Graph, path: str, size: int, plans: list[Tensor]
-) -> list[tuple[Location, set[int]]]:
+) -> list[tuple[OpAxis, set[int]]]:
     """Return locations in a module that have this size now but shrink differently.
 
     Each comes with the numbers of plans that distinguish it from the others: for each other
     location the first plan that leaves different widths at the two.
     """
-    found: dict[tuple[int, ...], Location] = {}
+    found: dict[tuple[int, ...], OpAxis] = {}
     for location in graph.layout.locations(path, size):
         widths = tuple(graph.width(path, location, alive) for alive in plans)
         found.setdefault(widths, location)

@@ -230,8 +230,9 @@ def _with_equal_minimums(graph: Graph) -> Graph:
 def _behind_families(graph: Graph) -> dict[str, int]:
     """Return minimums with which no layer behind some groups of a family loses all channels.
 
-    A group closes when all of its readers are left without outputs (`Graph.settle`). The groups of
-    a family do that together if the groups behind them do: if those are of the same families.
+    A group closes when all of its readers are left without outputs (`Graph.without_unread`). The
+    groups of a family do that together if the groups behind them do: if those are of the same
+    families.
     """
     readers = _Readers(graph)
     minimum: dict[str, int] = {}

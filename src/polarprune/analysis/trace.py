@@ -32,7 +32,7 @@ from ..validation.plans import check_groups
 from .confirm import confirm
 from .inspection import Inspection, Settings
 from .repeated_blocks import with_families
-from .unread_numbers import follow_unread_numbers
+from .unread_attributes import follow_unread_attributes
 
 
 def trace(
@@ -140,7 +140,7 @@ def _confirmed(inspection: Inspection, compare_outputs: bool) -> Graph:
     model = inspection.model
     with graphs_cached(), _OLD_OBJECTS_EXCLUDED:
         graph = confirm(inspection, compare_outputs)
-        graph = follow_unread_numbers(inspection, graph)
+        graph = follow_unread_attributes(inspection, graph)
         closable = [name for name, group in graph.prunable.items() if not group.minimum]
         with on_host():
             removed, kept = removed_with_groups(model, graph, closable)
@@ -166,8 +166,8 @@ def changed(graph: Graph, model: nn.Module, present: Tensor) -> list[str]:
     """
     found = []
     for path, held in graph.rewrites.held.items():
-        places = graph.size_attributes.get(path, {})
-        widths = {name: graph.width(path, place, present) for name, place in places.items()}
+        locations = graph.size_attributes.get(path, {})
+        widths = {name: graph.width(path, one, present) for name, one in locations.items()}
         expected = {**held, **widths}
         now = fixed_values(model.get_submodule(path))
         found += [f"{path}.{k}" for k, value in now.items() if expected.get(k, value) != value]

@@ -61,7 +61,7 @@ class TrialCuts:
             compare_outputs: Compare outputs too, on a copy with random weights in float64.
             mode: Run only in eval mode (0) or train mode (1) if both do the same.
         """
-        alive = graph.settle(graph.alive(plan))
+        alive = graph.without_unread(graph.alive(plan))
         recipe = recipe_for(self.model, graph, alive)
         found = self._compare_runs(graph, alive, recipe, mode if _modes_are_alike(graph) else None)
         if self._is_meta() or (found is None and not compare_outputs):
@@ -222,8 +222,8 @@ def trial_plan(graph: Graph, seed: int) -> Plan:
 
 
 def trial_units(graph: Graph, seed: int) -> Tensor:
-    """Return the units that are left after a trial plan and `Graph.settle`."""
-    return graph.settle(_drawn(graph, seed))
+    """Return the units that are left after a trial plan and `Graph.without_unread`."""
+    return graph.without_unread(_drawn(graph, seed))
 
 
 def _drawn(graph: Graph, seed: int) -> Tensor:

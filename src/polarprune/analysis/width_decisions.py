@@ -18,12 +18,12 @@ Read = Callable[[Leaf], int]  # returns the number that a size or an attribute h
 
 
 class WidthReader:
-    """Evaluates the sizes and attributes in noted expressions as several plans leave them.
+    """Computes what comparisons and roundings of sizes give after each of several plans.
 
     Args:
-        model: the traced model.
-        graph: what `trace` found.
-        plans: for each plan, the units that are left after it.
+        model: The traced model.
+        graph: What `trace` found.
+        plans: For each plan, the units that are left after it.
     """
 
     def __init__(self, model: nn.Module, graph: Graph, plans: Sequence[Tensor]) -> None:
@@ -64,7 +64,7 @@ class WidthReader:
                 yield decision
 
     def distinguishing(self) -> Iterator[set[int]]:
-        """Yield for every rounding that depends on widths the plans that change its result."""
+        """Yield, for each rounding whose result depends on the plan, the plans that change it."""
         for one in self.rounded:
             first, *others = self._values(one)
             found = {k for k, value in enumerate(others) if value != first}

@@ -223,7 +223,7 @@ def _where_lists_change(elements: Tensor, lengths: Tensor) -> Tensor:
     """Return the numbers of the lists that differ from the list before them; 0 is one of them.
 
     The lists lie one after another in `elements`; `lengths` says how long each is. If a list is as
-    long as the one before, the element `length` places earlier is its counterpart there.
+    long as the one before, the element that lies `length` before is its counterpart there.
     """
     owner = torch.arange(len(lengths)).repeat_interleave(lengths)
     counterpart = torch.arange(len(elements)) - lengths[owner]

@@ -173,7 +173,10 @@ class Flow:
             self.freeze(value, because(None, fact, tensor=self.describe(value), remedy=remedy))
 
     def _freeze_seeded(self, op: Op) -> None:
-        """Freeze what meets numbers from a seeded generator: a fixed vector, not noise."""
+        """Freeze the channels that are combined with seeded random numbers.
+
+        They are the same in every run, so they are a fixed vector, not noise.
+        """
         reason = because(
             op,
             f"{op.name} draws numbers with a fixed seed",

@@ -52,8 +52,8 @@ def record(
         The tape. Values are computed only if something other than values depends on them.
 
     Raises:
-        CannotContinue: the model does not run on a further token with its cache.
-        PruneError: the model does not run on the example, or returns no tensor.
+        CannotContinue: The model does not run on a further token with its cache.
+        PruneError: The model does not run on the example, or returns no tensor.
     """
     run = partial(
         attempt, model, example, training=training, forwards=forwards, generates=generates

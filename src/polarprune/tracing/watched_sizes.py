@@ -126,7 +126,7 @@ class SizeLog:
     """Notes what the model's code does with sizes in one run, until it is stopped.
 
     Args:
-        module: returns the path of the module that runs now.
+        module: Returns the path of the module that runs now.
     """
 
     def __init__(self, module: Callable[[], str]) -> None:

@@ -140,10 +140,10 @@ def _write_rows(flow: Flow, op: Op, values: Value, axis: int | None) -> None:
     """Join the labels of target and values along all axes except the indexed one.
 
     Args:
-        flow: the labels.
-        op: the operation; its first argument is the target.
-        values: the tensor that is written.
-        axis: the indexed axis, or None if the indices differ between channels.
+        flow: The labels.
+        op: The operation; its first argument is the target.
+        values: The tensor that is written.
+        axis: The indexed axis, or None if the indices differ between channels.
     """
     target, out = op.args[0], op.outs[0]
     merged = list(flow.layers(target))

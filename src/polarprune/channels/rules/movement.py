@@ -168,7 +168,7 @@ def _freeze_repeated(flow: Flow, op: Op, layer: Tensor, axis: int) -> None:
     For images of another size the same indices would belong to other channels.
     """
     if support(layer) == (axis,) and len(layer.unique()) < layer.shape[axis]:
-        fact = f"{op.name} picks places of flattened channels by number"
+        fact = f"{op.name} picks elements of flattened channels by position"
         flow.labels.freeze(layer, because(op, fact, remedy="slice before flattening"))
 
 
@@ -271,7 +271,7 @@ def pad(flow: Flow, op: Op) -> None:
 def _padded(flow: Flow, op: Op, layer: Tensor, axis: int, amounts: tuple[int, int]) -> Tensor:
     """Return the layer with new labels before and after the old ones along an axis."""
     rest = tuple(other for other in support(layer) if other != axis)
-    if rest:  # places within a head: entire heads are removed
+    if rest:  # positions within a head: entire heads are removed
         return flow.labels.flatten_onto(layer, rest)
     if min(amounts) < 0:
         fact = "channels are cropped by negative padding"

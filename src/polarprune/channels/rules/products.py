@@ -36,7 +36,7 @@ def outer_product(flow: Flow, op: Op, left: Value, right: Value) -> None:
 
 
 def _correspond(layer: Tensor, other: Tensor) -> bool:
-    """Return True if two layers have the same shape and distinguish the same places."""
+    """Return True if two layers have the same shape and distinguish the same positions."""
     if layer.shape != other.shape:
         return False
     pairs = torch.stack([layer.flatten(), other.flatten()])

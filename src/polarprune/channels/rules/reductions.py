@@ -96,7 +96,7 @@ def unpool(flow: Flow, op: Op) -> None:
 
 
 def patches(flow: Flow, op: Op) -> None:
-    """im2col, col2im: a channel takes as many places along the axis as the kernel has elements."""
+    """im2col, col2im: each channel has one index along the axis for each element of the kernel."""
     source, out = op.args[0], op.outs[0]
     sizes = op.args[1] if op.name == "im2col" else op.args[2]
     axis = len(source.shape) - (3 if op.name == "im2col" else 2)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import polarprune as pp
 from polarprune import PruneError
-from polarprune.analysis.number_reads import numbers_read
+from polarprune.analysis.attribute_reads import attributes_read
 
 
 class Split(nn.Module):
@@ -52,9 +52,9 @@ IMAGES = torch.randn(2, 3, 8, 8)
 
 
 def test_an_integer_that_the_forward_reads_is_left_to_the_trial_cuts() -> None:
-    read = numbers_read(net(Reads), IMAGES, {("1", "c"), ("3", "c")})
+    read = attributes_read(net(Reads), IMAGES, {("1", "c"), ("3", "c")})
     assert read == {("1", "c"), ("3", "c")}
-    assert numbers_read(net(Blind), IMAGES, {("1", "c")}) == set()
+    assert attributes_read(net(Blind), IMAGES, {("1", "c")}) == set()
     model = net(Reads)
     assert pp.trace(model, IMAGES).size_attributes == {}
     assert model[1].c == 8 and type(model[1]) is Reads
