@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from ..rewriting.captured_forward import Refused
 from ..surgery.proof import eval_answer
 from ..torch_internals.class_swaps import derive_class
 from ..tracing.copying import copy_model
@@ -19,11 +20,11 @@ Attribute = tuple[str, str]  # path of the module, name of the attribute
 
 def attributes_read(
     model: nn.Module, example: Example, attributes: set[Attribute]
-) -> set[Attribute]:
+) -> set[Attribute] | Refused:
     """Return which of these attributes are read when the model runs on the example.
 
-    A copy of the model runs, and its modules note what is read. If that is impossible, all of them
-    count as read.
+    A copy of the model runs, and its modules note what is read. If that is impossible, the result
+    is the reason.
     """
     read: set[Attribute] = set()
     if not attributes:
@@ -35,8 +36,9 @@ def attributes_read(
             module = copy.get_submodule(path)
             derive_class(module, {"__getattribute__": _noting(type(module), path, names, read)})
         eval_answer(copy, example)
-    except Exception:  # a class may not allow subclasses, or copies of its instances
-        return attributes
+    except Exception as error:  # a class may not allow subclasses, or copies of its instances
+        line = (str(error).strip().splitlines() or [""])[0]
+        return Refused(f"{type(error).__name__}: {line}")
     return read
 
 

@@ -17,6 +17,7 @@ from torch.nn.modules import container
 
 from ..channels.graph import Graph, Location
 from ..channels.notes import Note
+from ..rewriting.captured_forward import Refused
 from .attribute_reads import attributes_read
 from .inspection import Inspection
 from .other_forwards import OtherForwards
@@ -57,6 +58,12 @@ def follow_unread_attributes(inspection: Inspection, graph: Graph) -> Graph:
     attributes = list(_attributes(inspection, graph))
     held = {(path, attribute.name) for _, attribute in attributes for path in attribute.values}
     read = attributes_read(inspection.model, inspection.example, held)
+    if isinstance(read, Refused):
+        text = (
+            f"a cut does not change integers such as {attributes[0][1]}, because it could not be "
+            f"found out which of them the forward reads ({read}); check them after a cut"
+        )
+        return replace(graph, notes=(*graph.notes, Note(text)))
     for family, attribute in attributes:
         if any((path, attribute.name) in read for path in attribute.values):
             continue
