@@ -27,18 +27,19 @@ Location = OpAxis | tuple[str, int]
 AxisUnits = dict[str, dict[int, Tensor]]  # tensor name -> axis -> unit of each index
 
 
-@dataclass
 class _KeptCache:
     """Caches the results of `Layout.kept` for the last set of units."""
 
-    alive: Tensor | None = None
-    answers: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    def __init__(self) -> None:
+        # Units and their results are replaced together: several threads may use one graph.
+        self._last: tuple[Tensor | None, dict[tuple[int, ...], Tensor]] = (None, {})
 
     def for_units(self, alive: Tensor) -> dict[tuple[int, ...], Tensor]:
         """Return the results for `alive`, and drop those for other units."""
-        if self.alive is not alive:
-            self.alive, self.answers = alive, {}
-        return self.answers
+        last = self._last
+        if last[0] is not alive:
+            last = self._last = (alive, {})
+        return last[1]
 
 
 @dataclass(frozen=True, eq=False)

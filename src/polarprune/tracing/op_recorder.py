@@ -262,12 +262,12 @@ class OpRecorder(TorchDispatchMode):
         self.sizes.stop()
         self.watches_sizes = False
         self._outputs = self.values(out)
-        alive = {value for reference, value in self._known.values() if reference() is not None}
+        referenced = {value for reference, value in self._known.values() if reference() is not None}
         unused = unused_values(self._ops, (*self._outputs, *self._read_values))
         self._stored_values = [
             value
             for value in dict.fromkeys(unused)
-            if value in alive and not (value.root.name or value.root in self._inputs)
+            if value in referenced and not (value.root.name or value.root in self._inputs)
         ]
 
     def close(self) -> None:
