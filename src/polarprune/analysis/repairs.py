@@ -103,8 +103,8 @@ def _distinct_widths(
 ) -> list[tuple[OpAxis, set[int]]]:
     """Return locations in a module that have this size now but shrink differently.
 
-    Each comes with the numbers of plans that distinguish it from the others: for each other
-    location the first plan that leaves different widths at the two.
+    Each comes with the seeds of plans that distinguish it from the others: for each other location
+    the first plan that leaves different widths at the two.
     """
     found: dict[tuple[int, ...], OpAxis] = {}
     for location in graph.layout.locations(path, size):

@@ -30,7 +30,8 @@ from .tape_comparison import Mismatch, TapeComparison, replaced_modules
 
 _TOLERANCE = 1e-8  # in float64, where a correct cut differs by 1e-15 and a wrong one by 1e-3
 _SINGLE = 1e-4  # in float32
-_LARGE = 200_000_000  # numbers; larger models are compared in float32, in half of the memory
+# Elements of all tensors; larger models are compared in float32, in half of the memory.
+_LARGE = 200_000_000
 
 
 @dataclass(frozen=True)
@@ -129,9 +130,9 @@ class TrialCuts:
         Outputs that are single numbers, such as a loss, have to be compared in float64.
         """
         if self._wide is None:
-            numbers = sum(tensor.numel() for _, tensor in named_tensors(self.model))
+            elements = sum(tensor.numel() for _, tensor in named_tensors(self.model))
             scalars = all(math.prod(value.shape) == 1 for value in graph.tapes[0].outputs)
-            double = self._double() if numbers < _LARGE or scalars else None
+            double = self._double() if elements < _LARGE or scalars else None
             self._wide = double or self._single()
             _perturb(self._wide.model)
         return self._wide

@@ -57,7 +57,7 @@ def build(tapes: Sequence[Tape], flow: Flow, frozen: Mapping[str, Reason]) -> Gr
 
 # --- units to groups ------------------------------------------------------------------------------
 
-Occurrences = tuple[tuple[int, int], ...]  # (number of an axis, how often a unit occurs there)
+Occurrences = tuple[tuple[int, int], ...]  # (index of an axis, how often a unit occurs there)
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class _Roles:
     """Which axes make channels and which merge them."""
 
     axes: list[Axis]
-    consumed: set[int]  # numbers of axes at which contractions read channels
-    produced: set[int]  # numbers of axes from which channels come
+    consumed: set[int]  # indices of axes at which contractions read channels
+    produced: set[int]  # indices of axes from which channels come
 
     def matter(self, alike: _Alike) -> bool:
         """Return True if a layer makes or merges these units."""
@@ -204,7 +204,7 @@ def _alike(labels: Labels, root: Tensor) -> list[_Alike]:
 def _signatures(labels: Labels, root: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
     """Return all units, the lengths of their signatures, the signatures, and their stride.
 
-    An element of a signature packs the number of an axis and the unit's count on that axis:
+    An element of a signature packs the index of an axis and the unit's count on that axis:
     `axis * stride + count`.
     """
     sizes = torch.tensor([axis.size for axis in labels.axes])
@@ -220,7 +220,7 @@ def _signatures(labels: Labels, root: Tensor) -> tuple[Tensor, Tensor, Tensor, i
 
 
 def _where_lists_change(elements: Tensor, lengths: Tensor) -> Tensor:
-    """Return the numbers of the lists that differ from the list before them; 0 is one of them.
+    """Return the indices of the lists that differ from the list before them; 0 is one of them.
 
     The lists lie one after another in `elements`; `lengths` says how long each is. If a list is as
     long as the one before, the element that lies `length` before is its counterpart there.
@@ -237,18 +237,18 @@ def _where_lists_change(elements: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _consumed_axes(flow: Flow) -> set[int]:
-    """Return the numbers of the axes at which contractions read channels."""
+    """Return the indices of the axes at which contractions read channels."""
     return _axes_with(flow.labels, [site for item in flow.contractions for site in item.sites])
 
 
 def _produced_axes(flow: Flow) -> set[int]:
-    """Return the numbers of the axes from which channels of contractions and embeddings come."""
+    """Return the indices of the axes from which channels of contractions and embeddings come."""
     made = [vector for item in flow.contractions for vector in item.makes]
     return _axes_with(flow.labels, [*made, *flow.embedding_channels])
 
 
 def _axes_with(labels: Labels, vectors: list[Tensor]) -> set[int]:
-    """Return the numbers of the axes that own one of these labels.
+    """Return the indices of the axes that own one of these labels.
 
     `before[k]` counts the wanted labels below k, so an axis with the labels from `start` to `end`
     owns one if the counts at both ends differ.
@@ -292,7 +292,7 @@ def _uneven_groups(flow: Flow, formed: _Formed) -> dict[str, Reason]:
 
 
 def _unequal_counts(units: Tensor, owner: Tensor, sizes: Tensor) -> list[int]:
-    """Return the numbers of the groups of which some units occur more often in `units`."""
+    """Return the indices of the groups of which some units occur more often in `units`."""
     present, counts = units[units != FROZEN].unique(return_counts=True)
     numbers, group = owner[present].unique(return_inverse=True)
     none = counts.new_zeros(len(numbers))

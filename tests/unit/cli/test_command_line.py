@@ -23,6 +23,7 @@ from polarprune.cli.app import app
 from polarprune.cli.demo import DigitsNet
 from polarprune.cli.experiments import app as experiments
 from polarprune.cli.lazy import LAZY_COMMANDS
+from polarprune.report.groups import graph_facts
 
 SOURCE = Path(pp.__file__).parent.parent
 DIGITS = "polarprune.cli.demo:DigitsNet"
@@ -172,6 +173,8 @@ def test_a_note_about_several_modules_is_printed_once() -> None:
     assert str(graph).count("needs one") == 1 and "note: a.qkv (and 2 more): needs one" in str(
         graph
     )
+    plan = {name: list(range(group.size)) for name, group in graph.prunable.items()}
+    assert graph_facts(graph, plan)["notes"][:3] == folded(notes)
 
 
 def test_another_missing_module_is_not_hidden() -> None:

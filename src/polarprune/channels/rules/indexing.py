@@ -38,14 +38,14 @@ def index(flow: Flow, op: Op) -> None:
 def _reordered(flow: Flow, op: Op, layer: Tensor, axis: int, order: Value) -> list[Tensor]:
     """Return the labels of channels in a constant order, or freeze them if it is not constant.
 
-    The code holds the numbers of channels, so it has to be rewritten for other widths.
+    The code spells out indices of channels, so it has to be rewritten for other widths.
     """
-    numbers = flow.constant_index(order)
-    if numbers is None:
+    indices = flow.constant_index(order)
+    if indices is None:
         flow.labels.freeze(layer, picked_by_index(op))
         return []
     flow.count_channels(op, layer, axis)
-    moved = layer.index_select(axis, numbers % layer.shape[axis])
+    moved = layer.index_select(axis, indices % layer.shape[axis])
     if not order.name and support(moved) == (axis,):  # spelled out in the code: one per channel
         flow.set(order, [moved.flatten()])
     return [moved]

@@ -118,7 +118,7 @@ def shuffle(flow: Flow, op: Op) -> None:
 
 
 def cut(flow: Flow, op: Op) -> None:
-    """slice, split_with_sizes: part of an axis, by numbers that count channels."""
+    """slice, split_with_sizes: part of an axis, by integers that count channels."""
     source = op.args[0]
     position = next(i for i, a in enumerate(op.func._schema.arguments) if a.name == "dim")
     axis = source.axis(op.args[position] if len(op.args) > position else op.kwargs.get("dim", 0))
@@ -144,7 +144,7 @@ def _slice_with_step(flow: Flow, op: Op, layer: Tensor, axis: int) -> None:
 
 
 def select(flow: Flow, op: Op) -> None:
-    """select: one index of an axis, by a number that counts channels.
+    """select: one index of an axis, by an integer that counts channels.
 
     If the result is discarded, any channel will do, and there only have to be enough.
     """
