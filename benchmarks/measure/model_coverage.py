@@ -110,6 +110,7 @@ def look(model: Any, example: Any, norms: bool) -> dict[str, Any]:
         **spent,
         "rewired": len(graph.rewritten),
         "reasons": {g.name: g.reason for g in graph.groups.values() if g.frozen},
+        "facts": sorted({g.reason.fact for g in graph.groups.values() if g.frozen}),
     }
 
 

@@ -91,14 +91,14 @@ def table(rows: dict[str, Any]) -> list[str]:
             f"| {row['macs']:.1%} | {stream} | {row['difference']:.0e} | "
             f"{row['control']:.0e} | "
             f"{row['trace_seconds']}, {row['trace_mb']} | {row['cut_seconds']}, {row['cut_mb']} | "
-            f"{shortened(row['reasons'])} |"
+            f"{shortened(row['facts'])} |"
         )
     return lines
 
 
-def shortened(reasons: dict[str, str]) -> str:
-    """Return distinct reasons, shortened; model_coverage.json has the reason of each group."""
-    short = {reason.split(" in ")[0].rstrip(",").replace("|", "/") for reason in reasons.values()}
+def shortened(facts: list[str]) -> str:
+    """Return what froze channels; model_coverage.json has the reason of each group."""
+    short = {fact.replace("|", "/") for fact in facts}
     return "; ".join(sorted(text if len(text) <= 80 else text[:79] + "…" for text in short))
 
 

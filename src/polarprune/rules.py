@@ -7,7 +7,8 @@ Types:
     Rule: the type of a rule, `Callable[[Flow, Op], None]`.
     Op: one operation of the run, with its arguments (`args`, `kwargs`) and results (`outs`).
     Value: a tensor of the run: its `shape`, and its `name` if it is a parameter or a buffer.
-    Flow: the labels of all tensors: `layers`, `on`, `set`, `freeze`, `labels`, `contractions`.
+    Flow: the labels of all tensors: `layers`, `on`, `set`, `freeze`, `labels`,
+        `add_contraction`.
     Labels: `flow.labels`, which joins and freezes labels (`join`, `freeze`).
     Contraction: an operation that merges channels by a weight, where a gate can act.
 

@@ -383,7 +383,7 @@ def test_only_outputs_and_listed_groups_stay_whole(name: str) -> None:
     graph = traced(name)
     whole = {group.name: group.reason for group in graph.groups.values() if group.frozen}
     listed = WHOLE.get(name, {})
-    others = {group: reason for group, reason in whole.items() if group not in listed}
+    others = {group: reason.fact for group, reason in whole.items() if group not in listed}
     assert set(others.values()) == {OUTPUT}
     assert all(listed[group] in whole[group] for group in listed)
     assert [note.partition(":")[0] for note in graph.notes] == NOTES.get(name, [])

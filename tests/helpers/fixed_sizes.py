@@ -14,7 +14,6 @@ from tests.helpers.random_cuts import images
 
 OUTPUT = "part of the model's output"
 PART = "written into part of another tensor"
-PLACES = {"attention": "meets a tensor", "attention#2": "no layer merges"}  # of the causal mask
 
 
 # --------------------------------------------------------------------------------------------------
@@ -353,7 +352,7 @@ CASES = {
     "pad": conv(Pad, 10, {"0.0": 8, "1.body": 2}, "1"),
     "scale": conv(Scale, 8, {"0.0": 8}, "1"),
     "odd": conv(Odd, 8, {"0.0": 8}, "1", size=7),
-    "assign": conv(Assign, 10, {"0.0": 8}, whole={"1.a": PART, "1.b": "meets a tensor"}),
+    "assign": conv(Assign, 10, {"0.0": 8}, whole={"1.a": PART, "1.b": "combined with a tensor"}),
     "rows": conv(Rows, 8, {"0.0": 8}),
     "einsum": conv(Mixed, 10, {"0.0": 8, "1": 10}),
     "modes": conv(Modes, 8, {"0.0": 8}, "1"),

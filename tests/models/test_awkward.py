@@ -25,7 +25,7 @@ from tests.helpers.exact import VARIANTS, pruner_of, set_gates
 from tests.helpers.nets import cbr, head, randomise
 from tests.helpers.random_cuts import OUTPUT, Inputs, cut, cut_at_random, images, some_plan, trains
 
-INPUT = "reads channels of unknown origin (or the input)"
+INPUT = "reads channels that come from no known layer"
 
 
 # --------------------------------------------------------------------------------------------------

@@ -169,7 +169,7 @@ def test_heads_that_share_a_key_go_one_by_one() -> None:
     whole = {
         "0": "layer norm mixes channels",
         "2.k": "product of two sets of channels",
-        "2.v": "lies on one axis with other channels",
+        "2.v": "shares an axis with other channels",
         "3": OUTPUT,
     }
     inputs = (torch.randn(2, 7, 5).double(),)
@@ -198,7 +198,7 @@ class Marked(nn.Module):
 def test_zeros_that_are_overwritten_in_part_keep_their_channels(how: str) -> None:
     graph = pp.trace(around(6, 6, Marked(how)), images().float())
     assert not graph.prunable
-    assert "meets a tensor that is not a parameter" in graph.groups["0.0"].reason
+    assert "combined with a tensor that is not a parameter" in graph.groups["0.0"].reason
 
 
 class Turned(nn.Module):
@@ -236,7 +236,7 @@ class Mixed(nn.Module):
 def test_tables_that_are_computed_for_every_head_go_with_it() -> None:
     whole = {
         "stem": "layer norm mixes channels",
-        "speeds": "a position inside a unit, such as a head, that is pruned as a whole",
+        "speeds": "shared by all heads, or other units of several channels, in layers.0 ",
         "head": OUTPUT,
     }
     done = cut(Mixed(), (torch.randn(2, 6, 5).double(),), {"layers.0.qkv": 4}, whole)
@@ -261,7 +261,7 @@ class Windows(nn.Module):
 
 
 def test_heads_in_windows_share_a_table() -> None:
-    whole = {"1": "meets a tensor that is not a parameter", "2.2": OUTPUT}
+    whole = {"1": "combined with a tensor that is not a parameter", "2.2": OUTPUT}
     cut(around(6, 6, Windows()), (images(),), {"0.0": 6, "1.qkv": 4, "1.proj": 6}, whole)
 
 

@@ -310,7 +310,7 @@ def pruned(
 def test_one_channel_for_each_of_the_input_is_frozen_with_the_reason() -> None:
     net = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), nn.ReLU(), nn.Conv2d(4, 2, 1))
     graph = pp.trace(net, IMAGES)
-    assert graph.groups["0"].reason.startswith("one channel for each of the input")
+    assert graph.groups["0"].reason.startswith("makes one channel for each channel of its input")
 
 
 @pytest.mark.parametrize(

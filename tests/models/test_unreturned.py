@@ -247,7 +247,7 @@ def test_closing_what_follows_takes_no_group_below_its_minimum() -> None:
     graph = graph.with_minimum(dict.fromkeys(graph.prunable, 1))
     alive = graph.alive({"side": [3]})
     alive[graph.groups["side"].offset + 3] = False  # what reads b there is closed
-    settled = graph.settle(graph.alive({"a": [5], "b": [7]}) & alive)
+    settled = graph.without_unread(graph.alive({"a": [5], "b": [7]}) & alive)
     for name in ("a", "b"):
         group = graph.groups[name]
         assert int(settled[group.offset : group.offset + group.size].sum()) == 1

@@ -2,8 +2,9 @@
 
 The steps, each until trial cuts show no mismatch:
 
-1. Code that selects channels by position (`x[:, :8]`) is captured, or its channels are frozen. 2.
-Code that does not adapt to fewer channels is repaired (`repairs.py`), or its channels are frozen.
+1. Code that selects channels by position (`x[:, :8]`) is captured, or its channels are frozen.
+2. Code that does not adapt to fewer channels is repaired (`repairs.py`), or its channels are
+   frozen.
 3. Code that branches on a number of channels is captured, or its channels are frozen. Where it only
    tests for zero channels, they keep one.
 4. Whole groups are closed. A group without which the model does not run keeps a channel.
@@ -17,9 +18,11 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from ..channels.graph import FROZEN, Graph
+from ..channels.notes import Note
+from ..channels.reasons import Reason, because
 from ..tracing.generation import CannotContinue
 from .inspection import Inspection
-from .repairs import PLANS, repair, with_captured_class
+from .repairs import PLANS, no_further, repair, with_captured_class
 from .tape_comparison import Mismatch
 from .trial_cuts import TrialCuts, closing_plan, trial_plan, trial_units
 from .width_decisions import WidthReader
@@ -49,9 +52,9 @@ def confirm(inspection: Inspection, compare_outputs: bool) -> Graph:
     return _confirm_closing(inspection, graph, trial, compare_outputs)
 
 
-def _freeze(inspection: Inspection, names: Iterable[str], why: str) -> Graph:
+def _freeze(inspection: Inspection, names: Iterable[str], why: Reason) -> Graph:
     """Freeze groups for a reason and inspect again."""
-    inspection.frozen.update(dict.fromkeys(names, why))
+    inspection.freeze(names, why)
     return inspection.inspect()
 
 
@@ -75,14 +78,16 @@ def _capture_channel_counts(inspection: Inspection, graph: Graph) -> Graph:
         graph = inspection.keep_cache(error)
     owners = graph.owners
     for op, units in graph.layout.channel_counts.items():
-        if op.module not in inspection.rewritten and op.module not in replaced:
-            why = (
-                f"{op.name} selects channels by position in {op.where}"
-                f"{inspection.refusal(op.module)}; use separate layers, or equal parts (chunk)"
+        if op.module not in inspection.findings.rewritten and op.module not in replaced:
+            why = because(
+                op,
+                f"{op.name} selects channels by position",
+                refusal=inspection.refusal(op.module),
+                remedy="use separate layers, or equal parts (chunk)",
             )
-            for unit in set(units.flatten().tolist()) - {FROZEN}:
-                inspection.frozen[owners[unit]] = why
-    return inspection.inspect() if inspection.frozen else graph
+            found = set(units.flatten().tolist()) - {FROZEN}
+            inspection.freeze((owners[unit] for unit in found), why)
+    return inspection.inspect() if inspection.findings.frozen else graph
 
 
 # --- 2. code that does not adapt ------------------------------------------------------------------
@@ -107,7 +112,7 @@ def _confirm_cuts(inspection: Inspection, graph: Graph, trial: TrialCuts) -> Gra
 
 def _first_mismatch(inspection: Inspection, graph: Graph, trial: TrialCuts) -> Mismatch | None:
     """Try every plan in eval or train mode, in turns; after a mismatch, in both modes."""
-    for turn, seed in enumerate(sorted(inspection.seeds) if graph.prunable else ()):
+    for turn, seed in enumerate(sorted(inspection.findings.seeds) if graph.prunable else ()):
         plan = trial_plan(graph, seed)
         found = trial.mismatch(graph, plan, mode=turn % 2) and trial.mismatch(graph, plan)
         if found is not None:
@@ -125,15 +130,15 @@ def _freeze_passing(inspection: Inspection, graph: Graph, found: Mismatch) -> Gr
     return _freeze(inspection, names, _does_not_adapt(inspection, found))
 
 
-def _does_not_adapt(inspection: Inspection, found: Mismatch) -> str:
+def _does_not_adapt(inspection: Inspection, found: Mismatch) -> Reason:
     """Return the reason why such code freezes groups, with the remedy."""
     remedy = (
         "make that line work with any number of channels"
         if found.op
         else "make the code work with any number of channels, or correct the rule if you gave one"
     )
-    where = f"{found}{_refusal(inspection, found)}"
-    return f"the model's code does not adapt to fewer channels: {where}; {remedy}"
+    fact = f"the model's code does not adapt to fewer channels: {found.why}"
+    return because(found.op, fact, refusal=_refusal(inspection, found), remedy=remedy)
 
 
 def _refusal(inspection: Inspection, found: Mismatch) -> str:
@@ -175,15 +180,16 @@ def _freeze_one_by_one(inspection: Inspection, graph: Graph, trial: TrialCuts) -
     for name in graph.prunable:
         alone = trial.mismatch(graph, {name: plan[name]}, compare_outputs=True)
         if alone:
-            inspection.frozen[name] = _does_not_adapt(inspection, alone)
+            inspection.freeze([name], _does_not_adapt(inspection, alone))
     graph = inspection.inspect()
     if not graph.prunable:
         return graph
     rest = trial.mismatch(graph, trial_plan(graph, 0), compare_outputs=True)
     if rest:
-        why = (
-            f"a trial cut of all prunable groups together is not exact: {rest}; name the modules "
-            f"in question in keep to prune the others"
+        why = because(
+            rest.op,
+            f"a trial cut of all prunable groups together is not exact: {rest.why}",
+            remedy="name the modules in question in keep to prune the others",
         )
         graph = _freeze(inspection, graph.prunable, why)
     return graph
@@ -203,20 +209,24 @@ def _confirm_decisions(inspection: Inspection, graph: Graph, trial: TrialCuts) -
         changing = list(reader.changing())
         for asked in [one for one in changing if one.tells_emptiness]:
             why = f"keeps at least 1 channel, as the code asks whether there is one: {asked.where}"
-            names = [name for name in reader.closable(asked) if name not in inspection.must_keep]
+            kept = inspection.findings.must_keep
+            names = [name for name in reader.closable(asked) if name not in kept]
             graph = _with_one_channel(inspection, graph, names, why)
         found = next((one for one in changing if not one.tells_emptiness), None)
         if found is None:
-            more = {min(seeds) for seeds in reader.telling() if inspection.seeds.isdisjoint(seeds)}
-            inspection.seeds |= more
+            tried = inspection.findings.seeds
+            more = {min(seeds) for seeds in reader.distinguishing() if tried.isdisjoint(seeds)}
+            inspection.try_seeds(more)
             return _confirm_cuts(inspection, graph, trial) if more else graph
         new = with_captured_class(inspection, graph, found.module)
         if new is None:
-            why = (
-                f"the code decides by the number of channels in {found.where}"
-                f"{inspection.refusal(found.module)}; decide by an attribute set in __init__"
+            reason = because(
+                found,
+                "the code decides by the number of channels",
+                refusal=inspection.refusal(found.module),
+                remedy="decide by an attribute set in __init__",
             )
-            new = _freeze(inspection, reader.groups(found), why)
+            new = _freeze(inspection, reader.groups(found), reason)
         graph = _confirm_cuts(inspection, new, trial)
     return _freeze_one_by_one(inspection, graph, trial)
 
@@ -240,13 +250,13 @@ def _confirm_closing(
         if better:
             graph = better
             continue
-        before = len(inspection.must_keep)
+        before = inspection.findings.must_keep
         graph = _keep_one_channel(inspection, graph, found)
-        if len(inspection.must_keep) == before:
+        if len(inspection.findings.must_keep) == len(before):
             why = (
                 f"keeps at least 1 channel, as a trial cut that closes whole groups fails: {found}"
             )
-            others = [name for name in graph.prunable if name not in inspection.must_keep]
+            others = [name for name in graph.prunable if name not in before]
             return _with_one_channel(inspection, graph, others, why)
     return graph
 
@@ -262,14 +272,15 @@ def _capture_to_close(
     inspection: Inspection, graph: Graph, trial: TrialCuts, found: Mismatch, compare_outputs: bool
 ) -> Graph | None:
     """Capture the code that fails on no channels; return the new graph if that gets further."""
-    before = inspection.rewritten
+    before = inspection.findings.rewritten
     new = with_captured_class(inspection, graph, found.op.module) if found.op else None
-    if new is None:
+    if new is None or found.op is None:
         return None
     further = _closing_mismatch(new, trial, compare_outputs)
     if not further or further.index > found.index:
         return new
-    inspection.set_rewritten(before)
+    inspection.note_failure(found.op.module, no_further(further))
+    inspection.use_rewritten(before)
     return None
 
 
@@ -277,8 +288,11 @@ def _keep_one_channel(inspection: Inspection, graph: Graph, found: Mismatch) -> 
     """Let the groups that pass the line of the mismatch keep a channel."""
     names = _passing(inspection, graph, found)
     closable = [name for name in names if not graph.groups[name].minimum]
-    refusal = _refusal(inspection, found)
-    why = f"keeps at least 1 channel, as the model's code needs one: {found}{refusal}"
+    why = because(
+        found.op,
+        f"keeps at least 1 channel, as the model's code needs one: {found.why}",
+        refusal=_refusal(inspection, found),
+    )
     return _with_one_channel(inspection, graph, closable, why)
 
 
@@ -286,7 +300,7 @@ def _with_one_channel(
     inspection: Inspection, graph: Graph, names: Collection[str], why: str
 ) -> Graph:
     """Let groups keep a channel, for a reason."""
-    inspection.must_keep.update(dict.fromkeys(names, why))
-    notes = (f"{name}: {why}" for name in names)
+    inspection.keep_one(names, why)
+    notes = (Note(why, [name]) for name in names)
     graph = graph.with_minimum(dict.fromkeys(names, 1))
     return replace(graph, notes=(*graph.notes, *notes))

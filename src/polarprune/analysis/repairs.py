@@ -8,19 +8,19 @@ trial cut gets further with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from ..channels.graph import Graph, Location
+from ..channels.graph import Graph, Location, OpAxis
 from ..errors import PruneError
 from .inspection import Inspection
 from .tape_comparison import Mismatch
 from .trial_cuts import TrialCuts, trial_plan, trial_units
 
 PLANS = 16  # plans that are computed, without running the model, to distinguish widths
-Option = tuple[str, Location, set[int]]  # attribute, the width it may follow, distinguishing seeds
+Option = tuple[str, OpAxis, set[int]]  # attribute, the width it may follow, distinguishing seeds
 
 
 def repair(inspection: Inspection, graph: Graph, trial: TrialCuts, found: Mismatch) -> Graph | None:
@@ -30,15 +30,18 @@ def repair(inspection: Inspection, graph: Graph, trial: TrialCuts, found: Mismat
     )
 
 
-def _gets_further(
+def _obstacle(
     graph: Graph, trial: TrialCuts, before: Mismatch, more_seeds: Iterable[int] = ()
-) -> bool:
-    """Return True if the trial cut gets further than before, and so do those of other seeds."""
+) -> Mismatch | None:
+    """Return what keeps a trial cut from getting further than before, if anything does.
+
+    The trial cuts of other seeds have to get further, too.
+    """
     for seed in (before.seed, *more_seeds):
         found = trial.mismatch(graph, trial_plan(graph, seed))
         if found is not None and (found.op is None or found.index <= before.index):
-            return False
-    return True
+            return found
+    return None
 
 
 # --- attributes that follow a width ---------------------------------------------------------------
@@ -53,33 +56,35 @@ def _resize_attributes(
     """
     assert found.op is not None
     path = found.op.module
-    if path in inspection.rewritten or isinstance(inspection.modules[path], (nn.Linear, _ConvNd)):
+    if path in inspection.findings.rewritten or isinstance(
+        inspection.modules[path], (nn.Linear, _ConvNd)
+    ):
         return None  # layers of torch are resized with their weights anyway
-    before, seeds = inspection.size_attributes, inspection.seeds
-    mine, alike = before.get(path, {}), _alike(inspection, graph, path)
+    known = inspection.findings
+    mine, alike = known.attributes.get(path, {}), _alike(inspection, graph, path)
     options = _options(inspection, graph, path, mine)
     for tried in [*([option] for option in options), options]:
         locations = {**mine, **{name: location for name, location, _ in tried}}
-        inspection.size_attributes = {**before, **dict.fromkeys(alike, locations)}
-        telling = set().union(*(telling for _, _, telling in tried))
-        graph = graph.with_size_attributes(inspection.followed_attributes())
-        if tried and _gets_further(graph, trial, found, telling):
-            inspection.seeds = seeds | telling
-            return graph
-    inspection.size_attributes = before
+        attributes = {**known.attributes, **dict.fromkeys(alike, locations)}
+        seeds = set().union(*(distinguishing for _, _, distinguishing in tried))
+        new = graph.with_size_attributes(known.followed(attributes))
+        if tried and not _obstacle(new, trial, found, seeds):
+            inspection.follow_attributes(attributes)
+            inspection.try_seeds(seeds)
+            return new
     return None
 
 
 def _options(
-    inspection: Inspection, graph: Graph, path: str, taken: dict[str, Location]
+    inspection: Inspection, graph: Graph, path: str, taken: Mapping[str, Location]
 ) -> list[Option]:
     """Return the integer attributes of a module, each with every width that it may follow."""
     plans = [trial_units(graph, seed) for seed in range(PLANS)]
     return [
-        (name, location, telling)
+        (name, location, distinguishing)
         for name, value in vars(inspection.modules[path]).items()
         if type(value) is int and value > 1 and name not in taken
-        for location, telling in _distinct_widths(graph, path, value, plans)
+        for location, distinguishing in _distinct_widths(graph, path, value, plans)
     ]
 
 
@@ -95,13 +100,13 @@ def _alike(inspection: Inspection, graph: Graph, path: str) -> list[str]:
 
 def _distinct_widths(
     graph: Graph, path: str, size: int, plans: list[Tensor]
-) -> list[tuple[Location, set[int]]]:
+) -> list[tuple[OpAxis, set[int]]]:
     """Return locations in a module that have this size now but shrink differently.
 
-    Each comes with the numbers of plans that distinguish it from the others: for each other
-    location the first plan that leaves different widths at the two.
+    Each comes with the seeds of plans that distinguish it from the others: for each other location
+    the first plan that leaves different widths at the two.
     """
-    found: dict[tuple[int, ...], Location] = {}
+    found: dict[tuple[int, ...], OpAxis] = {}
     for location in graph.layout.locations(path, size):
         widths = tuple(graph.width(path, location, alive) for alive in plans)
         found.setdefault(widths, location)
@@ -124,22 +129,32 @@ def _capture(
 ) -> Graph | None:
     """Capture the forward of the module; return the new graph if the trial gets further."""
     assert found.op is not None
-    before = inspection.rewritten
-    new = with_captured_class(inspection, graph, found.op.module)
-    if new is not None and _gets_further(new, trial, found):
+    before = inspection.findings.rewritten
+    path = found.op.module
+    new = with_captured_class(inspection, graph, path)
+    if new is None:
+        return None
+    obstacle = _obstacle(new, trial, found)
+    if obstacle is None:
         return new
-    inspection.set_rewritten(before)
+    inspection.note_failure(path, no_further(obstacle))
+    inspection.use_rewritten(before)
     return None
+
+
+def no_further(obstacle: Mismatch) -> str:
+    """Return why a captured forward is not used."""
+    return f"a trial cut gets no further with the captured one: {obstacle}"
 
 
 def with_captured_class(inspection: Inspection, graph: Graph, module: str) -> Graph | None:
     """Capture the forward of all modules of this one's class; return the new graph, or None."""
-    before = inspection.rewritten
+    before = inspection.findings.rewritten
     used = (path for path in inspection.same_class(module) if graph.ops_in(path))
     try:
         if inspection.rewrite(used):
             return inspection.inspect()
     except PruneError as error:  # with captured forwards, the modules no longer fit together
-        inspection.note_failure(module, error)
-        inspection.set_rewritten(before)
+        inspection.note_failure(module, str(error))
+        inspection.use_rewritten(before)
     return None

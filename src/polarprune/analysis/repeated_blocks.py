@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ..channels.graph import FROZEN, Graph, Group, module_of
+from ..channels.notes import Note
 from ..channels.propagation import Contraction
 from ..validation.plans import check_uniform
 
@@ -167,7 +168,7 @@ def _with_pinned(graph: Graph, positions: Mapping[str, _Position], sets: _Sets) 
         frozen = [group for group in there if group.frozen and _is_as_wide(graph, group, names[0])]
         for name in names if frozen else ():
             minimum[name] = size
-            notes.append(_why_pinned(name, size, frozen[0]))
+            notes.append(Note(_why_pinned(size, frozen[0]), [name]))
     return replace(graph.with_minimum(minimum), notes=(*graph.notes, *notes))
 
 
@@ -188,10 +189,10 @@ def _layer(name: str) -> str:
     return name.partition("#")[0]
 
 
-def _why_pinned(name: str, size: int, frozen: Group) -> str:
+def _why_pinned(size: int, frozen: Group) -> str:
     return (
-        f"{name}: keeps all {size} channels, because widths are uniform and {frozen.name} is "
-        f"frozen: {frozen.reason}"
+        f"keeps all {size} channels, because widths are uniform and {frozen.name} is frozen: "
+        f"{frozen.reason}"
     )
 
 
@@ -209,8 +210,9 @@ def _with_equal_minimums(graph: Graph) -> Graph:
 def _behind_families(graph: Graph) -> dict[str, int]:
     """Return minimums with which no layer behind some groups of a family loses all channels.
 
-    A group closes when all of its readers are left without outputs (`Graph.settle`). The groups of
-    a family do that together if the groups behind them do: if those are of the same families.
+    A group closes when all of its readers are left without outputs (`Graph.without_unread`). The
+    groups of a family do that together if the groups behind them do: if those are of the same
+    families.
     """
     readers = _Readers(graph)
     minimum: dict[str, int] = {}

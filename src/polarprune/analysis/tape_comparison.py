@@ -41,7 +41,7 @@ _IMPLIED = {  # arguments that follow from the shapes of tensors
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The first place where a cut model does not do what the graph predicts.
+    """The first operation at which a cut model does not do what the graph predicts.
 
     Attributes:
         why: What differs.

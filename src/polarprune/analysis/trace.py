@@ -7,8 +7,7 @@ channels are cut from copies, and the copies are run (`confirm.py`).
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from ..channels.graph import Graph
 from ..channels.propagation import Rule
+from ..channels.reasons import Reason
 from ..channels.rules.table import RULES
 from ..cost.resources import add_extras
 from ..rewriting.forward_weights import find, without_computed_weights
@@ -29,9 +29,9 @@ from ..validation.arguments import check_tracing, checked_reasons, checked_rules
 from ..validation.models import check_example, check_model
 from ..validation.plans import check_groups
 from .confirm import confirm
-from .inspection import Inspection
+from .inspection import Inspection, Settings
 from .repeated_blocks import with_families
-from .unread_numbers import follow_unread_numbers
+from .unread_attributes import follow_unread_attributes
 
 
 def trace(
@@ -106,25 +106,26 @@ def survey(
         uniform: Which groups keep equally many units (see `repeated_blocks`).
         frozen: Names of groups that are frozen, each with the reason.
     """
-    patterns, own, reasons = keep_patterns(keep), checked_rules(rules), checked_reasons(frozen)
+    patterns, own = keep_patterns(keep), checked_rules(rules)
+    given = {name: Reason(why) for name, why in checked_reasons(frozen).items()}
     check_tracing(norms, min_channels)
     _check_inputs(model, example)
     weights, remarks = find(model, example), by_hooks(model)
     forward_weights = weights.found
     names = computed(model) + [f"{path}.{one.leaf}" for path, one in forward_weights.items()]
     model = without_computed_weights(model, forward_weights)
-    inspection = Inspection(model, example, patterns, {**RULES, **own}, norms, min_channels)
-    inspection.frozen.update(reasons)
+    settings = Settings({**RULES, **own}, patterns, norms, min_channels)
+    inspection = Inspection(model, example, settings, given)
     graph = _confirmed(inspection, compare_outputs)
-    check_groups("frozen", reasons, graph.groups)
+    check_groups("frozen", given, graph.groups)
     held = {path: fixed_values(model.get_submodule(path)) for path in graph.rewritten}
-    frozen = {name: group.reason for name, group in graph.groups.items() if group.frozen}
+    reasons = [group.reason for group in graph.groups.values() if group.frozen]
     graph = replace(
         graph,
         rewrites=replace(
             graph.rewrites, computed=names, forward_weights=forward_weights, held=held
         ),
-        notes=(*graph.notes, *remarks, *weights.notes(frozen)),
+        notes=(*graph.notes, *remarks, *weights.notes(reasons)),
         count_with_norms=inspection.counting_with_norms(graph),
     )
     return with_families(graph, model, uniform)
@@ -133,9 +134,9 @@ def survey(
 def _confirmed(inspection: Inspection, compare_outputs: bool) -> Graph:
     """Return the confirmed graph. Its cost covers the tensors that closed groups take away."""
     model = inspection.model
-    with graphs_cached(), _only_young_garbage():
+    with graphs_cached(), _OLD_OBJECTS_EXCLUDED:
         graph = confirm(inspection, compare_outputs)
-        graph = follow_unread_numbers(inspection, graph)
+        graph = follow_unread_attributes(inspection, graph)
         closable = [name for name, group in graph.prunable.items() if not group.minimum]
         with on_host():
             removed, kept = removed_with_groups(model, graph, closable)
@@ -161,26 +162,37 @@ def changed(graph: Graph, model: nn.Module, present: Tensor) -> list[str]:
     """
     found = []
     for path, held in graph.rewrites.held.items():
-        places = graph.size_attributes.get(path, {})
-        widths = {name: graph.width(path, place, present) for name, place in places.items()}
+        locations = graph.size_attributes.get(path, {})
+        widths = {name: graph.width(path, one, present) for name, one in locations.items()}
         expected = {**held, **widths}
         now = fixed_values(model.get_submodule(path))
         found += [f"{path}.{k}" for k, value in now.items() if expected.get(k, value) != value]
     return found
 
 
-@contextmanager
-def _only_young_garbage() -> Iterator[None]:
-    """Context manager: collect garbage among new objects only.
+class OldObjects:
+    """Context manager: exclude all objects that exist now from garbage collection.
 
-    Tracing makes many objects, which would make Python search all imported modules repeatedly.
+    Tracing makes many objects, which would make Python search all imported modules repeatedly. If
+    the process has frozen objects itself, they stay frozen, and nothing is done. Python counts
+    frozen objects one by one, so once some were found, it is not asked again.
     """
-    before = gc.get_threshold()
-    gc.set_threshold(*before[:2], _NEVER)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
+
+    def __init__(self) -> None:
+        self._frozen_by_others = False
+        self._depth = 0  # a rule of the user may call `trace`
+
+    def __enter__(self) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._frozen_by_others = self._frozen_by_others or gc.get_freeze_count() > 0
+            if not self._frozen_by_others:
+                gc.freeze()
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        if self._depth == 0 and not self._frozen_by_others:
+            gc.unfreeze()
 
 
-_NEVER = 1_000_000  # collections of younger objects before one of all objects
+_OLD_OBJECTS_EXCLUDED = OldObjects()  # entered by one thread at a time, see `survey`

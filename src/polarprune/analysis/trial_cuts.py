@@ -19,7 +19,7 @@ from ..gates.folding import fold
 from ..surgery.apply import cut_copy, mock_copy
 from ..surgery.other_inputs import fresh_inputs
 from ..surgery.precision import StaysWide, computes_in_double, in_double, in_precision
-from ..surgery.proof import prove_equal
+from ..surgery.proof import NotEqual, prove_equal
 from ..surgery.recipe import Recipe
 from ..surgery.write_recipe import recipe_for
 from ..tracing.copying import copy_model
@@ -30,7 +30,8 @@ from .tape_comparison import Mismatch, TapeComparison, replaced_modules
 
 _TOLERANCE = 1e-8  # in float64, where a correct cut differs by 1e-15 and a wrong one by 1e-3
 _SINGLE = 1e-4  # in float32
-_LARGE = 200_000_000  # numbers; larger models are compared in float32, in half of the memory
+# Elements of all tensors; larger models are compared in float32, in half of the memory.
+_LARGE = 200_000_000
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class TrialCuts:
             compare_outputs: Compare outputs too, on a copy with random weights in float64.
             mode: Run only in eval mode (0) or train mode (1) if both do the same.
         """
-        alive = graph.settle(graph.alive(plan))
+        alive = graph.without_unread(graph.alive(plan))
         recipe = recipe_for(self.model, graph, alive)
         found = self._compare_runs(graph, alive, recipe, mode if _modes_are_alike(graph) else None)
         if self._is_meta() or (found is None and not compare_outputs):
@@ -117,8 +118,10 @@ class TrialCuts:
             small = cut_copy(masked, recipe)
             with StaysWide(wide.dtype):
                 prove_equal(masked, small, wide.example, wide.tolerance, fresh_inputs(wide.example))
+        except NotEqual as error:
+            return found or Mismatch(error.fact)
         except PruneError as error:
-            return found or Mismatch(_first_line(error).split(". Nothing was")[0])
+            return found or Mismatch(_first_line(error))
         return None
 
     def _in_wide_precision(self, graph: Graph) -> _Wide:
@@ -127,9 +130,9 @@ class TrialCuts:
         Outputs that are single numbers, such as a loss, have to be compared in float64.
         """
         if self._wide is None:
-            numbers = sum(tensor.numel() for _, tensor in named_tensors(self.model))
+            elements = sum(tensor.numel() for _, tensor in named_tensors(self.model))
             scalars = all(math.prod(value.shape) == 1 for value in graph.tapes[0].outputs)
-            double = self._double() if numbers < _LARGE or scalars else None
+            double = self._double() if elements < _LARGE or scalars else None
             self._wide = double or self._single()
             _perturb(self._wide.model)
         return self._wide
@@ -220,8 +223,8 @@ def trial_plan(graph: Graph, seed: int) -> Plan:
 
 
 def trial_units(graph: Graph, seed: int) -> Tensor:
-    """Return the units that are left after a trial plan and `Graph.settle`."""
-    return graph.settle(_drawn(graph, seed))
+    """Return the units that are left after a trial plan and `Graph.without_unread`."""
+    return graph.without_unread(_drawn(graph, seed))
 
 
 def _drawn(graph: Graph, seed: int) -> Tensor:

@@ -18,19 +18,20 @@ Read = Callable[[Leaf], int]  # returns the number that a size or an attribute h
 
 
 class WidthReader:
-    """Evaluates the sizes and attributes in noted expressions as several plans leave them.
+    """Computes what comparisons and roundings of sizes give after each of several plans.
 
     Args:
-        model: the traced model.
-        graph: what `trace` found.
-        plans: for each plan, the units that are left after it.
+        model: The traced model.
+        graph: What `trace` found.
+        plans: For each plan, the units that are left after it.
     """
 
     def __init__(self, model: nn.Module, graph: Graph, plans: Sequence[Tensor]) -> None:
         self.graph = graph
-        self.logs = [tape.sizes for tape in graph.tapes]
-        decided = [one.leaves for log in self.logs for one in log.decisions.values()]
-        rounded = [one.leaves for log in self.logs for one in log.rounded.values()]
+        self.decisions = [one for tape in graph.tapes for one in tape.decisions]
+        self.rounded = [one for tape in graph.tapes for one in tape.rounded]
+        decided = [one.leaves for one in self.decisions]
+        rounded = [one.leaves for one in self.rounded]
         leaves = frozenset[Leaf]().union(*decided, *rounded)
         self._modules = {leaf.module for leaf in leaves if isinstance(leaf, AttributeOf)}
         self._readers = [self._reader(model, plan) for plan in plans if decided or rounded]
@@ -54,7 +55,7 @@ class WidthReader:
         A comparison does not change if both sides are equal in every plan, if it compares
         constants, or if it tests for emptiness and all groups keep a channel.
         """
-        for decision in (one for log in self.logs for one in log.decisions.values()):
+        for decision in self.decisions:
             if decision.tells_emptiness and not self.closable(decision):
                 continue
             left, right = (self._values(side) for side in (decision.left, decision.right))
@@ -62,9 +63,9 @@ class WidthReader:
             if not constant and (left != right or None in left):
                 yield decision
 
-    def telling(self) -> Iterator[set[int]]:
-        """Yield for every rounding that depends on widths the plans that change its result."""
-        for one in (one for log in self.logs for one in log.rounded.values()):
+    def distinguishing(self) -> Iterator[set[int]]:
+        """Yield, for each rounding whose result depends on the plan, the plans that change it."""
+        for one in self.rounded:
             first, *others = self._values(one)
             found = {k for k, value in enumerate(others) if value != first}
             if found:

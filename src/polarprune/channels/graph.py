@@ -7,7 +7,7 @@
 - `rewrites`: which modules need new code, new attributes or plain weights after a cut.
 - `resources`: the cost as a function of the widths.
 
-A part is made in one place. Later findings make a new `Graph` with `dataclasses.replace`.
+Each part is made by one module. Later findings make a new `Graph` with `dataclasses.replace`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from torch import Tensor
 from ..tracing.tape import Op, Tape, Value
 from ..validation.plans import checked_plan
 from .group_table import state_of, table
-from .layout import FROZEN, AxisUnits, Layout, Location, Place, stays, varies
+from .layout import FROZEN, AxisUnits, Layout, Location, OpAxis, stays, varies
+from .notes import Note
 from .propagation import Contraction, Statistic
+from .reasons import NO_REASON, Reason
 
 if TYPE_CHECKING:
     from ..cost.resources import Cost
@@ -36,7 +38,7 @@ __all__ = [
     "Graph",
     "Group",
     "Location",
-    "Place",
+    "OpAxis",
     "Plan",
     "Rewrites",
     "module_of",
@@ -68,7 +70,7 @@ class Group:
     producers: tuple[str, ...]
     consumers: tuple[str, ...]
     frozen: bool = False
-    reason: str = ""
+    reason: Reason = NO_REASON
     minimum: int = 0
     offset: int = 0
 
@@ -87,7 +89,7 @@ class Rewrites:
 
     Attributes:
         rewritten: Modules whose forward is replaced by a captured graph.
-        size_attributes: Module -> attribute -> the place whose width the attribute must equal.
+        size_attributes: Module -> attribute -> the location whose width the attribute must equal.
         weights: Modules with weighted norms, and the units that weight their statistics.
         weighted: The captured forward of these modules, with weighted statistics.
         computed: Names of weights that parametrizations compute.
@@ -96,7 +98,7 @@ class Rewrites:
     """
 
     rewritten: dict[str, CapturedForward] = field(default_factory=dict)
-    size_attributes: dict[str, dict[str, Place]] = field(default_factory=dict)
+    size_attributes: dict[str, dict[str, Location]] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
     weighted: dict[str, CapturedForward] = field(default_factory=dict)
     computed: list[str] = field(default_factory=list)
@@ -123,7 +125,7 @@ class Graph:
     layout: Layout = field(repr=False)
     rewrites: Rewrites = field(default_factory=Rewrites, repr=False)
     unknown: dict[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     families: dict[str, tuple[str, ...]] = field(default_factory=dict)
     count_with_norms: Callable[[], int] = field(default=int, repr=False)
     resources: Cost | None = field(default=None, repr=False)
@@ -164,7 +166,7 @@ class Graph:
         }
         return replace(self, groups=groups)
 
-    def with_size_attributes(self, found: Mapping[str, Mapping[str, Place]]) -> Graph:
+    def with_size_attributes(self, found: Mapping[str, Mapping[str, Location]]) -> Graph:
         """Return a graph in which these attributes of modules follow widths."""
         return replace(
             self,
@@ -203,7 +205,7 @@ class Graph:
             mine[torch.tensor(kept, dtype=torch.long, device="cpu")] = True
         return alive
 
-    def settle(self, alive: Tensor) -> Tensor:
+    def without_unread(self, alive: Tensor) -> Tensor:
         """Return `alive` without the units whose readers have no output channels left.
 
         Removing a layer's outputs makes its inputs useless, so this repeats until nothing changes.
@@ -222,87 +224,87 @@ class Graph:
 
     @property
     def axes(self) -> AxisUnits:
-        """See `Layout.axes`."""
+        """The unit of each index along the axes of parameters and buffers."""
         return self.layout.axes
 
     @property
     def sites(self) -> AxisUnits:
-        """See `Layout.sites`."""
+        """The same as `axes`, only for the axes at which gates act."""
         return self.layout.sites
 
     @property
     def contractions(self) -> list[Contraction]:
-        """See `Layout.contractions`."""
+        """The operations that merge channels, with their units."""
         return self.layout.contractions
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See `Layout.shapes`."""
+        """The original shapes of parameters and buffers."""
         return self.layout.shapes
 
     @property
     def values(self) -> dict[Value, list[Tensor]]:
-        """See `Layout.values`."""
+        """The layers of units of every traced tensor."""
         return self.layout.values
 
     @property
     def tapes(self) -> tuple[Tape, ...]:
-        """See `Layout.tapes`."""
+        """The traced runs: eval mode first, then train mode if that runs."""
         return self.layout.tapes
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """See `Layout.statistics`."""
+        """The means over prunable channels, which weighted norms must replace."""
         return self.layout.statistics
 
     def ops_in(self, path: str) -> list[Op]:
-        """See `Layout.ops_in`."""
+        """Return the operations that a module performs itself, without those of its children."""
         return self.layout.ops_in(path)
 
-    def width(self, path: str, place: Place, alive: Tensor) -> int:
-        """See `Layout.width`."""
-        return self.layout.width(path, place, alive)
+    def width(self, path: str, location: Location, alive: Tensor) -> int:
+        """Return the size at a location in a module if only the units in `alive` are left."""
+        return self.layout.width(path, location, alive)
 
     def kept(self, value: Value, axis: int, alive: Tensor) -> Tensor | None:
-        """See `Layout.kept`."""
+        """Return which indices along an axis stay, or None if no unit varies along it."""
         return self.layout.kept(value, axis, alive)
 
     def shape(self, value: Value, alive: Tensor) -> tuple[int, ...] | None:
-        """See `Layout.shape`."""
+        """Return the shape of a tensor that is left; None if it takes any shape."""
         return self.layout.shape(value, alive)
 
     def emptied(self, alive: Tensor) -> set[tuple[str, int]]:
-        """See `Layout.emptied`."""
+        """Return the axes (tensor name, axis) along which no index is left."""
         return self.layout.emptied(alive)
 
     @property
     def rewritten(self) -> dict[str, CapturedForward]:
-        """See `Rewrites.rewritten`."""
+        """The modules whose forward is replaced by a captured graph."""
         return self.rewrites.rewritten
 
     @property
-    def size_attributes(self) -> dict[str, dict[str, Place]]:
-        """See `Rewrites.size_attributes`."""
+    def size_attributes(self) -> dict[str, dict[str, Location]]:
+        """By module and attribute: the location whose width the attribute must equal."""
         return self.rewrites.size_attributes
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """See `Rewrites.weights`."""
+        """The units that weight the statistics of each module with weighted norms."""
         return self.rewrites.weights
 
     @property
     def weighted(self) -> dict[str, CapturedForward]:
-        """See `Rewrites.weighted`."""
+        """The captured forward of these modules, with weighted statistics."""
         return self.rewrites.weighted
 
     @property
     def computed(self) -> list[str]:
-        """See `Rewrites.computed`."""
+        """The names of weights that parametrizations compute."""
         return self.rewrites.computed
 
     @property
     def forward_weights(self) -> dict[str, ForwardWeight]:
-        """See `Rewrites.forward_weights`."""
+        """The layers that compute their weight in their own forward."""
         return self.rewrites.forward_weights
 
     def __str__(self) -> str:

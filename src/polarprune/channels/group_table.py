@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from .notes import folded
+
 if TYPE_CHECKING:
     from .graph import Graph, Group
 
@@ -26,27 +28,6 @@ def state_of(group: Group) -> str:
     if group.minimum:
         return f"prunable, at least {group.minimum} {'stays' if group.minimum == 1 else 'stay'}"
     return "prunable"
-
-
-def folded(notes: Sequence[str]) -> list[str]:
-    """Return notes without repetitions: those that differ only in the module become one.
-
-    >>> folded(["a.qkv: keeps one channel", "slow", "b.qkv: keeps one channel"])
-    ['a.qkv (and 1 more): keeps one channel', 'slow']
-    """
-    modules: dict[str, list[str]] = {}
-    for note in notes:
-        module, _, text = note.partition(": ")
-        if not text or " " in module:
-            module, text = "", note
-        modules.setdefault(text, []).append(module)
-    return [_subject(found) + text for text, found in modules.items()]
-
-
-def _subject(modules: list[str]) -> str:
-    """Return the first module and how many more there are, as the start of a note."""
-    more = f" (and {len(modules) - 1} more)" if len(modules) > 1 else ""
-    return f"{modules[0]}{more}: " if modules[0] else ""
 
 
 def _row(group: Group, price: tuple[float, float] | None) -> tuple[str, ...]:

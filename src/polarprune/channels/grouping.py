@@ -29,10 +29,12 @@ from .graph import Graph, Group, module_of
 from .labels import Axis, Labels
 from .layout import FROZEN
 from .layout_builder import build_layout
+from .notes import Note
 from .propagation import AtLeast, Flow
+from .reasons import NO_REASON, OUTPUT, Reason, because
 
 
-def build(tapes: Sequence[Tape], flow: Flow, frozen: Mapping[str, str]) -> Graph:
+def build(tapes: Sequence[Tape], flow: Flow, frozen: Mapping[str, Reason]) -> Graph:
     """Build the graph of groups from labels that have been followed through the tapes.
 
     Args:
@@ -55,7 +57,7 @@ def build(tapes: Sequence[Tape], flow: Flow, frozen: Mapping[str, str]) -> Graph
 
 # --- units to groups ------------------------------------------------------------------------------
 
-Occurrences = tuple[tuple[int, int], ...]  # (number of an axis, how often a unit occurs there)
+Occurrences = tuple[tuple[int, int], ...]  # (index of an axis, how often a unit occurs there)
 
 
 @dataclass(frozen=True)
@@ -71,26 +73,28 @@ class _Roles:
     """Which axes make channels and which merge them."""
 
     axes: list[Axis]
-    consumed: set[int]  # numbers of axes at which contractions read channels
-    produced: set[int]  # numbers of axes from which channels come
+    consumed: set[int]  # indices of axes at which contractions read channels
+    produced: set[int]  # indices of axes from which channels come
 
     def matter(self, alike: _Alike) -> bool:
         """Return True if a layer makes or merges these units."""
         return any(axis in self.consumed | self.produced for axis, _ in alike.occurrences)
 
-    def lacking(self, alike: _Alike) -> str:
-        """Return why a unit without any other reason is frozen, or an empty string."""
+    def lacking(self, alike: _Alike) -> Reason:
+        """Return why a unit without any other reason is frozen; empty if it is prunable."""
         if not any(axis in self.consumed for axis, _ in alike.occurrences):
-            return (
-                "no layer merges these channels, so no gate can close them; let a layer with a "
-                "weight read them"
+            return because(
+                None,
+                "no layer merges these channels, so no gate can close them",
+                remedy="let a layer with a weight read them",
             )
         if not any(axis in self.produced for axis, _ in alike.occurrences):
-            return (
-                "no layer makes these channels: they come from a plain parameter or a buffer; make "
-                "them by a layer"
+            return because(
+                None,
+                "no layer makes these channels: they come from a plain parameter or a buffer",
+                remedy="make them by a layer",
             )
-        return ""
+        return NO_REASON
 
     def producers(self, alike: _Alike) -> list[str]:
         """Return the modules that make these units, without those that also merge them."""
@@ -116,7 +120,7 @@ class _Formed:
     consumed: set[int]
 
 
-def _form_groups(flow: Flow, frozen: Mapping[str, str]) -> _Formed:
+def _form_groups(flow: Flow, frozen: Mapping[str, Reason]) -> _Formed:
     """Sort units into groups and number the units of prunable groups."""
     root = flow.labels.roots()
     reasons = flow.labels.reasons(root)
@@ -138,7 +142,7 @@ def _form_groups(flow: Flow, frozen: Mapping[str, str]) -> _Formed:
 
 
 def _group(
-    roles: _Roles, alike: _Alike, size: int, reason: str, taken: Mapping[str, Group]
+    roles: _Roles, alike: _Alike, size: int, reason: Reason, taken: Mapping[str, Group]
 ) -> Group:
     """Make a group, named after its first producer; a number is added where that is taken."""
     producers, consumers = roles.producers(alike), roles.consumers(alike)
@@ -151,16 +155,27 @@ def _group(
 
 
 def _split_by_reason(
-    alike: _Alike, reasons: tuple[Tensor, list[str]], lacking: str
-) -> Iterator[tuple[str, Tensor]]:
+    alike: _Alike, reasons: tuple[Tensor, list[Reason]], lacking: Reason
+) -> Iterator[tuple[Reason, Tensor]]:
     """Split a set of units: the prunable ones first, then those of each reason, by its text.
 
-    `reasons` holds the number of the reason of every root, or -1, and the texts. `lacking` is the
-    reason of number -1: as the last of the texts it has that index. An empty text sorts first.
+    Units of different outputs stay together, with the reason of the first.
+
+    Args:
+        alike: The units.
+        reasons: The number of the reason of every root, or -1, and the reasons.
+        lacking: The reason of number -1: as the last one it has that index. An empty text sorts
+            first.
     """
-    numbers, texts = reasons[0][alike.roots], [*reasons[1], lacking]
-    for number in sorted(numbers.unique().tolist(), key=lambda number: texts[number]):
-        yield texts[number], alike.roots[numbers == number]
+    numbers, every = reasons[0][alike.roots], [*reasons[1], lacking]
+    present = sorted(numbers.unique().tolist(), key=lambda number: every[number])
+    outputs = [number for number in present if every[number].fact == OUTPUT]
+    for number in outputs[1:]:
+        numbers[numbers == number] = outputs[0]
+    for number in present:
+        members = alike.roots[numbers == number]
+        if len(members):
+            yield every[number], members
 
 
 def _alike(labels: Labels, root: Tensor) -> list[_Alike]:
@@ -189,7 +204,7 @@ def _alike(labels: Labels, root: Tensor) -> list[_Alike]:
 def _signatures(labels: Labels, root: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
     """Return all units, the lengths of their signatures, the signatures, and their stride.
 
-    An element of a signature packs the number of an axis and the unit's count on that axis:
+    An element of a signature packs the index of an axis and the unit's count on that axis:
     `axis * stride + count`.
     """
     sizes = torch.tensor([axis.size for axis in labels.axes])
@@ -205,10 +220,10 @@ def _signatures(labels: Labels, root: Tensor) -> tuple[Tensor, Tensor, Tensor, i
 
 
 def _where_lists_change(elements: Tensor, lengths: Tensor) -> Tensor:
-    """Return the numbers of the lists that differ from the list before them; 0 is one of them.
+    """Return the indices of the lists that differ from the list before them; 0 is one of them.
 
     The lists lie one after another in `elements`; `lengths` says how long each is. If a list is as
-    long as the one before, the element `length` places earlier is its counterpart there.
+    long as the one before, the element that lies `length` before is its counterpart there.
     """
     owner = torch.arange(len(lengths)).repeat_interleave(lengths)
     counterpart = torch.arange(len(elements)) - lengths[owner]
@@ -222,18 +237,18 @@ def _where_lists_change(elements: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _consumed_axes(flow: Flow) -> set[int]:
-    """Return the numbers of the axes at which contractions read channels."""
+    """Return the indices of the axes at which contractions read channels."""
     return _axes_with(flow.labels, [site for item in flow.contractions for site in item.sites])
 
 
 def _produced_axes(flow: Flow) -> set[int]:
-    """Return the numbers of the axes from which channels of contractions and embeddings come."""
+    """Return the indices of the axes from which channels of contractions and embeddings come."""
     made = [vector for item in flow.contractions for vector in item.makes]
     return _axes_with(flow.labels, [*made, *flow.embedding_channels])
 
 
 def _axes_with(labels: Labels, vectors: list[Tensor]) -> set[int]:
-    """Return the numbers of the axes that own one of these labels.
+    """Return the indices of the axes that own one of these labels.
 
     `before[k]` counts the wanted labels below k, so an axis with the labels from `start` to `end`
     owns one if the counts at both ends differ.
@@ -251,7 +266,7 @@ def _axes_with(labels: Labels, vectors: list[Tensor]) -> set[int]:
 # --- groups whose units do not cost the same ------------------------------------------------------
 
 
-def _uneven_groups(flow: Flow, formed: _Formed) -> dict[str, str]:
+def _uneven_groups(flow: Flow, formed: _Formed) -> dict[str, Reason]:
     """Return groups whose units occur unequally often in an operation, and why this freezes them.
 
     A slice of a weight makes such groups. On whole axes of parameters all units of a group occur
@@ -261,22 +276,23 @@ def _uneven_groups(flow: Flow, formed: _Formed) -> dict[str, str]:
     sizes = torch.tensor([group.size for group in prunable], dtype=torch.long)
     owner = torch.arange(len(sizes)).repeat_interleave(sizes)
     whole_axes = {(axis.start, axis.size) for axis in flow.labels.axes}
-    found: dict[str, str] = {}
+    found: dict[str, Reason] = {}
     for item in flow.contractions:
         for labels in item.factors:
             first, last = int(labels[0]), int(labels[-1])
             if (first, labels.numel()) in whole_axes and last - first == labels.numel() - 1:
                 continue
             for number in _unequal_counts(formed.unit_of[labels], owner, sizes):
-                found[prunable[number].name] = (
-                    f"some of these channels cost more than others in {item.op.where}; use a "
-                    f"separate weight there instead of a slice of one"
+                found[prunable[number].name] = because(
+                    item.op,
+                    "some of these channels cost more than others",
+                    remedy="use a separate weight there instead of a slice of one",
                 )
     return found
 
 
 def _unequal_counts(units: Tensor, owner: Tensor, sizes: Tensor) -> list[int]:
-    """Return the numbers of the groups of which some units occur more often in `units`."""
+    """Return the indices of the groups of which some units occur more often in `units`."""
     present, counts = units[units != FROZEN].unique(return_counts=True)
     numbers, group = owner[present].unique(return_inverse=True)
     none = counts.new_zeros(len(numbers))
@@ -298,7 +314,7 @@ def _with_required_channels(graph: Graph, needs: Sequence[AtLeast], unit_of: Ten
         for name, least in _required(graph, unit_of[need.layer], need):
             if least > minimum.get(name, 0):
                 minimum[name] = least
-                notes.append(f"{name}: keeps at least {least} channels: {need.why}")
+                notes.append(Note(f"keeps at least {least} channels: {need.why}", [name]))
     return replace(graph.with_minimum(minimum), notes=tuple(notes))
 
 

@@ -20,6 +20,7 @@ from ..tracing.tape import Tape
 from .labels import Axis, Labels, support
 from .layout import varies
 from .propagation import Choice, Flow
+from .reasons import BLOCKS, HEADS_AS_WHOLE, because
 
 
 def follow(tapes: Sequence[Tape], flow: Flow, keep: Iterable[tuple[str, str]]) -> None:
@@ -46,7 +47,8 @@ def _freeze_kept(flow: Flow, keep: Iterable[tuple[str, str]]) -> None:
     for axis in flow.labels.axes:
         axes.setdefault(axis.tensor, []).append(axis)
     for tensor, pattern in keep:
-        why = f"kept by keep={pattern!r}; remove this pattern to prune these channels"
+        remedy = "remove this pattern to prune these channels"
+        why = because(None, f"kept by keep={pattern!r}", remedy=remedy)
         for axis in axes.get(tensor, []):
             flow.labels.freeze(torch.arange(axis.start, axis.start + axis.size), why)
 
@@ -57,17 +59,17 @@ def _freeze_kept(flow: Flow, keep: Iterable[tuple[str, str]]) -> None:
 def _choose_rows_or_columns(flow: Flow, choice: Choice) -> None:
     """Where a weight reads channels in blocks, remove columns or rows, to leave more units."""
     columns, rows = (_units_left(flow, choice, columns=one) for one in (True, False))
-    where = choice.contraction.op.where
+    op = choice.contraction.op
     if columns >= rows:
         vector = flow.labels.flatten_onto(choice.layer, (choice.axis,)).flatten()
         flow.labels.join(vector, choice.inner)
-        why = f"{where} reads these channels in blocks, and prunes columns of the blocks instead"
-        flow.labels.freeze(choice.passed, why)
+        fact = "these channels are read in blocks, and columns of the blocks are pruned instead"
+        flow.labels.freeze(choice.passed, because(op, fact, remedy=BLOCKS))
     else:
         flow.labels.join(choice.layer, choice.passed)
         choice.contraction.sites.clear()
-        why = f"reads a part of every head in {where}, and heads are pruned as a whole"
-        flow.labels.freeze(choice.inner, why)
+        fact = "reads a part of every head, and entire heads are pruned"
+        flow.labels.freeze(choice.inner, because(op, fact, remedy=HEADS_AS_WHOLE))
 
 
 def _units_left(flow: Flow, choice: Choice, *, columns: bool) -> int:
@@ -84,9 +86,9 @@ def _units_left(flow: Flow, choice: Choice, *, columns: bool) -> int:
         trial.join(vector, root[choice.inner])
     else:
         trial.join(units, root[choice.passed])
-    for wide, narrow in flow.pending_joins:  # these will most likely be joined later
-        if _varies_along(root[wide], narrow):
-            trial.join(root[wide], root[narrow])
+    for item in flow.pending_joins:  # these will most likely be joined later
+        if _varies_along(root[item.wide], item.narrow):
+            trial.join(root[item.wide], root[item.narrow])
     new = trial.roots()[root]
     prunable = torch.zeros_like(frozen)
     read = [choice.inner] if columns else [s for x in flow.contractions for s in x.sites]
@@ -111,12 +113,13 @@ def _join_or_freeze_pending(flow: Flow) -> None:
     labels do not vary along the position, and the positions are frozen instead.
     """
     root = flow.labels.roots()
-    for wide, narrow in flow.pending_joins:
-        if _varies_along(root[wide], narrow):
-            flow.labels.join(wide, narrow)
+    for item in flow.pending_joins:
+        if _varies_along(root[item.wide], item.narrow):
+            flow.labels.join(item.wide, item.narrow)
         else:
-            why = "a position inside a unit, such as a head, that is pruned as a whole"
-            flow.labels.freeze(narrow, why)
+            fact = "shared by all heads, or other units of several channels,"
+            remedy = "the units are pruned, not the channels inside of them"
+            flow.labels.freeze(item.narrow, because(item.op, fact, remedy=remedy))
 
 
 # --- rectangular cuts ---
@@ -162,9 +165,7 @@ def _limit_to_two_factors(flow: Flow) -> None:
         units = [root[factor] for factor in item.factors]
         prunable = [k for k, mine in enumerate(units) if not bool(frozen[mine].all())]
         for number in prunable[2:]:
-            why = (
-                f"the third prunable factor of a product of channels in {item.op.where}; freeze "
-                f"another one by keep=[...] to prune this one"
-            )
-            flow.labels.freeze(item.factors[number], why)
+            fact = "the third prunable factor of a product of channels"
+            remedy = "freeze another one by keep=[...] to prune this one"
+            flow.labels.freeze(item.factors[number], because(item.op, fact, remedy=remedy))
             frozen[units[number]] = True

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .reasons import Reason
+
 _MOST_LABELS = 1 << 31  # a pair (a, b) is stored as the int64 a * _MOST_LABELS + b
 
 MemoryKey = tuple[int, torch.Size, tuple[int, ...]]  # address, shape and stride of a layer
@@ -40,7 +42,7 @@ class Labels:
         self._root = torch.arange(0)
         # Holds the layers as well, so that their addresses are not reused.
         self._joined: dict[tuple[MemoryKey, MemoryKey], tuple[Tensor, Tensor]] = {}
-        self._frozen: list[tuple[Tensor, str]] = []
+        self._frozen: list[tuple[Tensor, Reason]] = []
 
     def fresh(self, size: int) -> Tensor:
         """Return a vector of `size` new labels."""
@@ -70,7 +72,7 @@ class Labels:
     def freeze(self, layer: Tensor, reason: str) -> None:
         """Freeze all labels of a layer, and those they are joined with."""
         if self.binding:
-            self._frozen.append((compress(layer).flatten(), reason))
+            self._frozen.append((compress(layer).flatten(), Reason(reason)))
 
     def flatten_onto(self, layer: Tensor, axes: tuple[int, ...]) -> Tensor:
         """Join along all axes except `axes`, and return the layer that varies along `axes` only."""
@@ -90,21 +92,21 @@ class Labels:
         self._pairs, self._root = [], root
         return root
 
-    def reasons(self, root: Tensor) -> tuple[Tensor, list[str]]:
+    def reasons(self, root: Tensor) -> tuple[Tensor, list[Reason]]:
         """Return why labels are frozen.
 
         Args:
-            root: the result of `roots`.
+            root: The result of `roots`.
 
         Returns:
             For every root the number of the reason that froze it first, or -1; and the reasons.
         """
-        texts = list(dict.fromkeys(reason for _, reason in self._frozen))
-        numbers = {reason: number for number, reason in enumerate(texts)}
+        different = list(dict.fromkeys(reason for _, reason in self._frozen))
+        numbers = {reason: number for number, reason in enumerate(different)}
         first = torch.full((self.count,), -1)
         for labels, reason in reversed(self._frozen):
             first[root[labels]] = numbers[reason]
-        return first, texts
+        return first, different
 
 
 def _memory_key(layer: Tensor) -> MemoryKey:

@@ -21,24 +21,25 @@ from .propagation import Contraction, Statistic
 # are indexed by units get one more element at the end, which holds the value for frozen indices.
 FROZEN = -1
 
-# Where in a module a width occurs: number of the operation, number of its tensor, axis.
-Location = tuple[int, int, int]
-Place = Location | tuple[str, int]  # or an axis of a parameter or buffer, by its name in the model
+OpAxis = tuple[int, int, int]  # index of an operation of a module, index of its tensor, axis
+# Where a width occurs: there, or on an axis of a parameter or buffer, by its name in the model.
+Location = OpAxis | tuple[str, int]
 AxisUnits = dict[str, dict[int, Tensor]]  # tensor name -> axis -> unit of each index
 
 
-@dataclass
 class _KeptCache:
     """Caches the results of `Layout.kept` for the last set of units."""
 
-    alive: Tensor | None = None
-    answers: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    def __init__(self) -> None:
+        # Units and their results are replaced together: several threads may use one graph.
+        self._last: tuple[Tensor | None, dict[tuple[int, ...], Tensor]] = (None, {})
 
     def for_units(self, alive: Tensor) -> dict[tuple[int, ...], Tensor]:
         """Return the results for `alive`, and drop those for other units."""
-        if self.alive is not alive:
-            self.alive, self.answers = alive, {}
-        return self.answers
+        last = self._last
+        if last[0] is not alive:
+            last = self._last = (alive, {})
+        return last[1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,27 +84,27 @@ class Layout:
         """Return the operations that a module performs itself, without those of its children."""
         return self._ops.get(path, [])
 
-    def width(self, path: str, place: Place, alive: Tensor) -> int:
-        """Return the size at a place in a module if only the units in `alive` are left."""
-        if len(place) == 2:
-            name, axis = place
+    def width(self, path: str, location: Location, alive: Tensor) -> int:
+        """Return the size at a location in a module if only the units in `alive` are left."""
+        if len(location) == 2:
+            name, axis = location
             units = self.axes.get(name, {}).get(axis)
             return self.shapes[name][axis] if units is None else int(stays(units, alive).sum())
-        number, tensor, axis = place
+        number, tensor, axis = location
         ops = self.ops_in(path)
         seen = ops[number].tensors() if number < len(ops) else []
         if tensor >= len(seen) or axis >= len(seen[tensor].shape):
-            return 0  # the place belongs to another tape; a trial cut rejects it
+            return 0  # the location belongs to another tape; a trial cut rejects it
         value = seen[tensor]
         kept = self.kept(value, axis, alive)
         return value.shape[axis] if kept is None else int(kept.sum())
 
-    def locations(self, path: str, size: int) -> list[Location]:
-        """Return the locations in a module that have this size and prunable channels.
+    def locations(self, path: str, size: int) -> list[OpAxis]:
+        """Return the axes of tensors in a module that have this size and prunable channels.
 
         Of several with the same layers, which shrink alike, it returns the first.
         """
-        found: dict[tuple[int, ...], Location] = {}
+        found: dict[tuple[int, ...], OpAxis] = {}
         for number, op in enumerate(self.ops_in(path)):
             for tensor, value in enumerate(op.tensors()):
                 layers = tuple(map(id, self.values.get(value, [])))

@@ -49,7 +49,7 @@ def build_layout(
         tapes: The traced runs.
         flow: The labels of all tensors in them.
         unit_of: The unit of every label, or `FROZEN`.
-        consumed: The numbers of the axes at which contractions read channels.
+        consumed: The indices of the axes at which contractions read channels.
     """
     units = _UnitTensors(unit_of)
     every = dict(enumerate(flow.labels.axes))

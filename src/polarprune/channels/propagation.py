@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from ..tracing.schemas import changes_shape_in_place, is_mutable
 from ..tracing.tape import Op, Tape, Value
 from .labels import Labels, support
-from .reasons import OUTPUT, POINTWISE, because
+from .reasons import OUTPUT, POINTWISE, Origin, Reason, because
 
 Rule = Callable[["Flow", Op], None]
 _FILLS = ("zero_", "fill_", "bernoulli_", "uniform_", "normal_", "random_")
@@ -28,12 +28,12 @@ class Contraction:
     """An operation that merges channels by a weight.
 
     Attributes:
-        op: the operation.
-        factors: vectors of labels. The MACs of the operation are proportional to the share of
+        op: The operation.
+        factors: Vectors of labels. The MACs of the operation are proportional to the share of
             labels that remain in each of them.
-        sites: vectors of labels along the input axis of a weight, where a gate can close the
+        sites: Vectors of labels along the input axis of a weight, where a gate can close the
             incoming channels.
-        makes: vectors of labels of the output channels. If it is empty, the operation has a single
+        makes: Vectors of labels of the output channels. If it is empty, the operation has a single
             output channel, which is frozen.
     """
 
@@ -61,6 +61,15 @@ class Choice:
 
 
 @dataclass(eq=False)
+class PendingJoin:
+    """A layer along several axes that met one along some of these, and the operation."""
+
+    wide: Tensor
+    narrow: Tensor
+    op: Op | None
+
+
+@dataclass(eq=False)
 class AtLeast:
     """A number of channels that must remain along an axis of a layer, and why."""
 
@@ -78,37 +87,48 @@ class Statistic:
     layer: Tensor
 
 
-@dataclass(eq=False)
 class Flow:
     """The labels of all tensors while they are sent through tapes.
 
-    Rules use `layers`, `on` and `set`, and `labels.join` and `labels.freeze`.
+    Rules read labels with `layers` and `on`, and write them with `set`, `labels.join` and
+    `labels.freeze`. What cannot be decided at one operation they note with the methods at the end.
+
+    Args:
+        labels: The labels, which are joined and frozen in place.
+        rules: The rule of every operation that has one, by overload or by overload packet.
+        default: The rule of all other operations.
+        norms: Returns whether means over channels in a module may be weighted.
     """
 
-    labels: Labels
-    rules: Mapping[object, Rule]  # by overload or by overload packet
-    default: Rule
-    contractions: list[Contraction] = field(default_factory=list)
-    choices: list[Choice] = field(default_factory=list)
-    embedding_channels: list[Tensor] = field(default_factory=list)  # that embeddings create
-    # Arguments that count channels, as in x[:, :8]: the operation, the layer and its axis.
-    channel_counts: list[tuple[Op, Tensor, int]] = field(default_factory=list)
-    # Layers along several axes that met one along some of these; `label_decisions` may join them.
-    pending_joins: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    at_least: list[AtLeast] = field(default_factory=list)
-    multi_axis_layers: list[Tensor] = field(default_factory=list)  # vary along several axes
-    unknown: dict[str, str] = field(default_factory=dict)  # operation without a rule -> where
-    norms: Callable[[str], bool] = lambda module: False  # may means in this module be weighted?
-    statistics: list[Statistic] = field(default_factory=list)
-    unweighted: bool = False  # a mean was frozen that gates could weight
-    value_layers: dict[Value, list[Tensor]] = field(default_factory=dict)
-    uniform_values: set[Value] = field(default_factory=set)  # see `is_uniform`
-    _named_layers: dict[str, list[Tensor]] = field(default_factory=dict)  # of parameters, buffers
-    _moved_weights: set[Value] = field(default_factory=set)  # views and copies of parameters
-    _created: set[Value] = field(default_factory=set)  # in a run, passed to it, or written to
-    _producers: dict[Value, Op] = field(default_factory=dict)
-    _inputs: set[Value] = field(default_factory=set)
-    _current: Op | None = None
+    def __init__(
+        self,
+        labels: Labels,
+        rules: Mapping[object, Rule],
+        default: Rule,
+        norms: Callable[[str], bool] = lambda module: False,
+    ) -> None:
+        self.labels = labels
+        self._rules, self._default, self._norms = rules, default, norms
+        # What rules note, for `label_decisions`, `grouping` and `layout_builder`.
+        self.contractions: list[Contraction] = []
+        self.choices: list[Choice] = []
+        self.embedding_channels: list[Tensor] = []
+        self.channel_counts: list[tuple[Op, Tensor, int]] = []  # operation, layer and its axis
+        self.pending_joins: list[PendingJoin] = []
+        self.at_least: list[AtLeast] = []
+        self.multi_axis_layers: list[Tensor] = []  # vary along several axes
+        self.unknown: dict[str, str] = {}  # operation without a rule -> where
+        self.statistics: list[Statistic] = []
+        self.unweighted = False  # a mean was frozen that gates could weight
+        # The labels of tensors.
+        self.value_layers: dict[Value, list[Tensor]] = {}
+        self.uniform_values: set[Value] = set()  # see `is_uniform`
+        self._named_layers: dict[str, list[Tensor]] = {}  # of parameters, buffers
+        self._moved_weights: set[Value] = set()  # views and copies of parameters
+        self._created: set[Value] = set()  # in a run, passed to it, or written to
+        self._producers: dict[Value, Op] = {}
+        self._inputs: set[Value] = set()
+        self._current: Op | None = None
 
     # --- running ---
 
@@ -127,8 +147,8 @@ class Flow:
     def _apply(self, op: Op) -> None:
         self._current = op
         self._producers.update((value, op) for value in op.outs if value not in op.inputs())
-        rule = self.rules.get(op.func) or self.rules.get(op.func._overloadpacket)
-        (rule or self.default)(self, op)
+        rule = self._rules.get(op.func) or self._rules.get(op.func._overloadpacket)
+        (rule or self._default)(self, op)
         if op.name != "lift_fresh":  # it turns a number in the code into a constant
             self._created.update(value.root for value in op.outs)
         if op.seeded:
@@ -138,22 +158,25 @@ class Flow:
 
     def _freeze_final_values(self, tape: Tape) -> None:
         for value in tape.outputs:
-            self.freeze(value, OUTPUT)
+            # The only output needs no description.
+            named = self.describe(value) if len(tape.outputs) > 1 else None
+            self.freeze(value, because(None, OUTPUT, tensor=named))
         for value in tape.stored_values:
-            self.freeze(
-                value,
-                f"stored by the model's code but not returned, so it cannot be compared: "
-                f"{self.describe(value)}; return it, or do not keep it after forward",
-            )
+            fact = "stored by the model's code but not returned, so it cannot be compared"
+            remedy = "return it, or do not keep it after forward"
+            self.freeze(value, because(None, fact, tensor=self.describe(value), remedy=remedy))
         for value in tape.read_values:
-            self.freeze(
-                value,
-                f"its values decide what the model's code does: {self.describe(value)}; "
-                f"use torch.where in place of Python's if",
+            fact, remedy = (
+                "its values decide what the model's code does",
+                "use torch.where in place of Python's if",
             )
+            self.freeze(value, because(None, fact, tensor=self.describe(value), remedy=remedy))
 
     def _freeze_seeded(self, op: Op) -> None:
-        """Freeze what meets numbers from a seeded generator: a fixed vector, not noise."""
+        """Freeze the channels that are combined with seeded random numbers.
+
+        They are the same in every run, so they are a fixed vector, not noise.
+        """
         reason = because(
             op,
             f"{op.name} draws numbers with a fixed seed",
@@ -163,7 +186,7 @@ class Flow:
             self.freeze(value, reason)
         written = op.inputs()[:1] if is_mutable(op.func) else []
         drawn = {value.root for value in (*op.outs, *written)}
-        self.uniform_values -= {value for value in self.uniform_values if value.root in drawn}
+        self._unmark_uniform(lambda value: value.root in drawn)
 
     def _update_uniform(self, op: Op) -> None:
         """Drop the mark of uniform tensors that are overwritten in part, or with other values."""
@@ -176,11 +199,11 @@ class Flow:
                 map(self.is_uniform, op.inputs()[1:])
             )
             if op.name not in _FILLS and not alike:
-                self._drop_uniform(lambda v: v in (target, base) or v.base is target)
+                self._unmark_uniform(lambda v: v in (target, base) or v.base is target)
         elif not any(self.layers(value) for value in op.inputs()[1:]):
-            self._drop_uniform(lambda v: base in (v, v.base))
+            self.unmark_uniform(base)
 
-    def _drop_uniform(self, condition: Callable[[Value], bool]) -> None:
+    def _unmark_uniform(self, condition: Callable[[Value], bool]) -> None:
         self.uniform_values -= {value for value in self.uniform_values if condition(value)}
 
     # --- what rules read ---
@@ -227,7 +250,7 @@ class Flow:
         first = next((x for x in layers if bool((made & prunable)[root[x]].any())), layers[0])
         for layer in layers:
             if layer is not first:
-                self.labels.freeze(layer, self._here("lies on one axis with other channels", value))
+                self.labels.freeze(layer, self._here("shares an axis with other channels", value))
         return first
 
     def constant_index(self, value: object) -> Tensor | None:
@@ -248,23 +271,20 @@ class Flow:
         """
         return bool(value.name) or value in self._moved_weights
 
-    def describe(self, value: Value) -> str:
+    def describe(self, value: Value) -> Origin:
         """Say in a few words where a tensor comes from, for a reason."""
         shape = f"of shape {value.shape}"
         op = self._producers.get(value)
         if value.name:
-            return f"{value.name!r} {shape}"
+            return Origin(f"{value.name!r} {shape}")
         if value.root in self._inputs:
-            return f"an input of the model {shape}"
+            return Origin(f"an input of the model {shape}")
         if op is None or op.name == "lift_fresh":
-            return f"a constant tensor {shape}"
-        return f"the result {shape} of {op.name} in {op.where}"
+            return Origin(f"a constant tensor {shape}", is_constant=True)
+        return Origin(f"the result {shape} of {op.name} in {op.where}", op.module)
 
-    def _here(self, fact: str, value: Value) -> str:
-        detail = self.describe(value)
-        if self._current is None:
-            return f"{fact}: {detail}; {POINTWISE}"
-        return because(self._current, fact, detail=detail, remedy=POINTWISE)
+    def _here(self, fact: str, value: Value) -> Reason:
+        return because(self._current, fact, tensor=self.describe(value), remedy=POINTWISE)
 
     # --- what rules write ---
 
@@ -290,6 +310,10 @@ class Flow:
         """Note that all channels of a tensor are alike."""
         self.uniform_values.add(value)
 
+    def unmark_uniform(self, base: Value) -> None:
+        """Note that the channels of a tensor and of its views are no longer all alike."""
+        self._unmark_uniform(lambda value: base in (value, value.base))
+
     def set_moved(self, op: Op, source: Value, results: Iterable[Iterable[Tensor]]) -> None:
         """Set the layers of an operation's outputs, which hold elements of `source` unchanged."""
         for out, layers in zip(op.outs, results, strict=True):
@@ -299,11 +323,48 @@ class Flow:
             if self.is_weight(source):
                 self._moved_weights.add(out)
 
+    # --- what rules note, to be decided when all operations are known ---
+
+    def add_contraction(self, contraction: Contraction) -> None:
+        """Note an operation that merges channels by a weight."""
+        self.contractions.append(contraction)
+
+    def add_factors(self, vectors: Iterable[Tensor]) -> None:
+        """Note further labels on whose number the MACs of the last contraction depend."""
+        last = self.contractions[-1]
+        last.factors = [*last.factors, *vectors]
+
+    def add_choice(self, choice: Choice) -> None:
+        """Note a weight that reads channels of which rows or columns may be removed."""
+        self.contractions.append(choice.contraction)
+        self.choices.append(choice)
+
+    def add_embedding(self, channels: Tensor) -> None:
+        """Note labels of channels that an embedding makes."""
+        self.embedding_channels.append(channels)
+
+    def count_channels(self, op: Op, layer: Tensor, axis: int) -> None:
+        """Note an operation with arguments that count channels, as in `x[:, :8]`."""
+        self.channel_counts.append((op, layer, axis))
+
+    def join_later(self, wide: Tensor, narrow: Tensor) -> None:
+        """Note that a layer along several axes met one along some of these."""
+        self.pending_joins.append(PendingJoin(wide, narrow, self._current))
+
+    def require(self, layer: Tensor, axis: int, count: int, why: str) -> None:
+        """Note that some channels must remain along an axis of a layer, and why."""
+        self.at_least.append(AtLeast(layer, axis, count, why))
+
+    def note_unknown(self, op: Op) -> None:
+        """Note an operation without a rule, unless its result is discarded."""
+        if self.labels.binding:
+            self.unknown.setdefault(str(op.func), op.where)
+
     def weight_mean(self, op: Op, layer: Tensor) -> bool:
         """Note that gates weight a mean over these channels. Return False if they cannot."""
         if len(support(layer)) > 1:
             return False
-        if not self.norms(op.module):
+        if not self._norms(op.module):
             self.unweighted = True
             return False
         self.statistics.append(Statistic(op, layer))

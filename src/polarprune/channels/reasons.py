@@ -6,6 +6,9 @@ then the remedy if there is one. Reasons appear in the table of `print(graph)`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Protocol
+
 from ..tracing.tape import Op
 
 OUTPUT = "part of the model's output"
@@ -16,18 +19,85 @@ POINTWISE = (
 )
 HEADS = "split the channels into several heads, which can be removed one by one"
 HEADS_AS_WHOLE = "merge the heads into one axis before this layer to prune single channels"
+BLOCKS = "let a separate layer read each block to prune these channels"
 ORIGIN = "put a layer before it that makes the channels"
 CONSTANT_INDEX = "only a constant vector of integers (a list in the code, a buffer) can be followed"
 
 
-def because(op: Op, fact: str, *, detail: str = "", remedy: str = "") -> str:
+class Where(Protocol):
+    """Something that a line of a module's code does: an operation, or a decision."""
+
+    @property
+    def module(self) -> str:
+        """The path of the module."""
+
+    @property
+    def where(self) -> str:
+        """The module and the source line, for messages."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a tensor comes from.
+
+    Attributes:
+        text: The same in a few words.
+        module: The module that computed the tensor, if an operation did.
+        is_constant: True for a tensor that the code spells out or holds.
+    """
+
+    text: str
+    module: str | None = None
+    is_constant: bool = False
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Reason(str):
+    """Why channels are frozen: a text that knows its parts.
+
+    Attributes:
+        fact: What is done to the channels.
+        modules: The modules whose code does it, or made the tensor concerned.
+        refusal: Why that code cannot be rewritten; empty if it was not tried.
+        remedy: What the user can do; empty for channels that must stay in any case.
+    """
+
+    fact: str
+    modules: frozenset[str] = frozenset()
+    refusal: str = ""
+    remedy: str = ""
+
+    def __new__(cls, text: str = "") -> Reason:
+        if isinstance(text, Reason):
+            return text
+        reason = super().__new__(cls, text)
+        reason.fact = text
+        return reason
+
+
+NO_REASON = Reason()  # of prunable channels
+
+
+def because(
+    where: Where | None,
+    fact: str,
+    *,
+    detail: str = "",
+    tensor: Origin | None = None,
+    refusal: str = "",
+    remedy: str = "",
+) -> Reason:
     """Return the reason why an operation freezes channels.
 
     Args:
-        op: the operation.
-        fact: what it does to the channels.
-        detail: which tensor is concerned.
-        remedy: what the user can do to make the channels prunable.
+        where: The operation, or None if no single one is the cause.
+        fact: What it does to the channels.
+        detail: More about the fact.
+        tensor: Which tensor is concerned; its description follows the detail.
+        refusal: Why the code cannot be rewritten, if that was tried.
+        remedy: What the user can do to make the channels prunable.
 
     Returns:
         The reason, which names the module and the source line of the operation.
@@ -44,19 +114,25 @@ def because(op: Op, fact: str, *, detail: str = "", remedy: str = "") -> str:
         >>> print(graph.groups["0"].reason)
         the channels are sorted in 0 ...
     """
-    text = f"{fact} in {op.where}"
-    text += f": {detail}" if detail else ""
-    return f"{text}; {remedy}" if remedy else text
+    text = f"{fact} in {where.where}" if where else fact
+    text += f" (its forward cannot be rewritten: {refusal})" if refusal else ""
+    about = " ".join(str(part) for part in (detail, tensor) if part)
+    text += f": {about}" if about else ""
+    reason = Reason(f"{text}; {remedy}" if remedy else text)
+    modules = (where.module if where else None, tensor.module if tensor else None)
+    reason.fact, reason.refusal, reason.remedy = fact, refusal, remedy
+    reason.modules = frozenset(path for path in modules if path is not None)
+    return reason
 
 
-def unknown_operation(op: Op) -> str:
+def unknown_operation(op: Op) -> Reason:
     """Return the reason for an operation that has no rule."""
     packet = f"torch.ops.{op.func.namespace}.{op.name}"
     remedy = f"teach the operation with rules={{{packet}: …}}, see polarprune.rules"
     return because(op, f"channels cannot be followed through {op.func}", remedy=remedy)
 
 
-def mixes(op: Op) -> str:
+def mixes(op: Op) -> Reason:
     """Return the reason for an operation that computes one number from several channels.
 
     The table of `print(graph)` says for how many channels norms=True is a remedy. It depends on the
@@ -65,18 +141,32 @@ def mixes(op: Op) -> str:
     return because(op, f"{op.name} mixes channels", remedy=POINTWISE)
 
 
-def unlabelled(op: Op, tensor: str) -> str:
+def unknown_origin(op: Op, does: str, tensor: Origin, *, detail: str = "") -> Reason:
+    """Return the reason for channels of a tensor that do not come from a known layer.
+
+    Args:
+        op: The operation.
+        does: What it does with the channels.
+        tensor: The tensor.
+        detail: More about the fact.
+    """
+    remedy = for_origin(tensor, ORIGIN)
+    fact = f"{does} channels that come from no known layer"
+    return because(op, fact, detail=detail, tensor=tensor, remedy=remedy)
+
+
+def unlabelled(op: Op, tensor: Origin) -> Reason:
     """Return the reason for an operand that varies along the channels but has no labels there."""
-    fact = "meets a tensor that is not a parameter and has no channels"
-    detail = f"{op.name} with {tensor}"
-    return because(op, fact, detail=detail, remedy=for_origin(tensor, POINTWISE))
+    fact = "combined with a tensor that is not a parameter and has no known channels"
+    remedy = for_origin(tensor, POINTWISE)
+    return because(op, fact, detail=f"{op.name} with", tensor=tensor, remedy=remedy)
 
 
-def for_origin(tensor: str, otherwise: str) -> str:
-    """Return the remedy for channels that meet a tensor, given what `Flow.describe` says of it."""
-    return REGISTER if tensor.startswith("a constant") else otherwise
+def for_origin(tensor: Origin, otherwise: str) -> str:
+    """Return the remedy for channels that meet a tensor."""
+    return REGISTER if tensor.is_constant else otherwise
 
 
-def picked_by_index(op: Op) -> str:
+def picked_by_index(op: Op) -> Reason:
     """Return the reason for channels that a tensor of indices selects."""
     return because(op, "channels are picked by index", detail=op.name, remedy=CONSTANT_INDEX)

@@ -8,9 +8,9 @@ loss.
 
 Families. Groups that must keep equal widths form a family (`Graph.families`) and close together: a
 block of a family has the same number of channels of each of its groups, the least important of
-each. Every other group is a family of its own. Widths in a family differ only after `Graph.settle`,
-for a few steps, while a layer that reads the family closes. Channels by which a group is wider than
-the narrowest of its family are then in no block; landing closes them.
+each. Every other group is a family of its own. Widths in a family differ only after
+`Graph.without_unread`, for a few steps, while a layer that reads the family closes. Channels by
+which a group is wider than the narrowest of its family are then in no block; landing closes them.
 
 Excess and prices. The excess of widths is the largest, over all resources, of share - limit, where
 a share is cost / original cost; the budget is met when it is at most 0. The price of a channel is

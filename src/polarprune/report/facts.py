@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..channels.group_table import folded
 from ..plain_data import JsonObject
 
 if TYPE_CHECKING:
@@ -198,10 +197,10 @@ def _is_odd(group: JsonObject) -> bool:
 
 
 def remarks(report: Report) -> list[str]:
-    """Return the notes, of which similar ones are joined, and what the proof skipped."""
+    """Return the notes, and what the proof skipped."""
     skipped = [f"{name} ({why})" for name, why in report.skipped.items()]
     lines = [f"export() did not compare: {'; '.join(skipped)}"] if skipped else []
-    return [*folded(report.notes), *lines]
+    return [*report.notes, *lines]
 
 
 def prediction_checks(report: Report) -> list[str]:

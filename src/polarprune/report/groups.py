@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..channels.graph import Graph, Plan
+from ..channels.notes import folded
 from ..cost.budget import FAST, multiples
 from ..plain_data import JsonObject
 
@@ -18,7 +19,10 @@ def graph_facts(graph: Graph, plan: Plan) -> JsonObject:
         "before": graph.cost.original(),
         "after": graph.cost.at(n),
         "groups": _group_rows(graph, plan),
-        "notes": [*graph.notes, *([_ROUTED] if graph.tapes[0].depends_on_data else [])],
+        "notes": [
+            *map(str, folded(graph.notes)),
+            *([_ROUTED] if graph.tapes[0].depends_on_data else []),
+        ],
     }
 
 
@@ -35,7 +39,7 @@ def _group_rows(graph: Graph, plan: Plan) -> list[JsonObject]:
             "name": name,
             "before": group.size,
             "after": len(plan.get(name, range(group.size))),
-            "reason": group.reason if group.frozen else "",
+            "reason": str(group.reason),
             **({} if group.frozen else {"multiple": units[name]}),
             **({"family": families[name]} if name in families else {}),
         }

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from ..channels.notes import Note, folded
 from .call_form import Form, positional
 
 # Arguments of these types become part of the graph; the graph is valid for these values only.
@@ -29,19 +30,15 @@ class Refused:
         return self.reason
 
 
-def notes_of(refused: Mapping[str, Refused], consequence: str) -> list[str]:
+def notes_of(refused: Mapping[str, Refused], consequence: str) -> list[Note]:
     """Return one note for each reason, which names the first module and counts the others.
 
     >>> notes_of({"a": Refused("why"), "b": Refused("why")}, "its forward is kept")
     ['a (and 1 more): its forward is kept: why']
     """
-    paths: dict[str, list[str]] = {}
-    for path, one in refused.items():
-        paths.setdefault(one.reason, []).append(path or "the model")
-    return [
-        f"{mine[0]}{f' (and {len(mine) - 1} more)' if mine[1:] else ''}: {consequence}: {reason}"
-        for reason, mine in paths.items()
-    ]
+    return folded(
+        Note(f"{consequence}: {one.reason}", [path or "the model"]) for path, one in refused.items()
+    )
 
 
 @dataclass

@@ -11,12 +11,14 @@ pruned model the weight is a plain parameter. The layer computes the same as bef
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ..channels.notes import Note
+from ..channels.reasons import Reason
 from ..torch_internals.markers import is_weight_exposed, mark_weight_exposed
 from ..tracing.copying import copy_model
 from ..tracing.model_state import Example
@@ -64,20 +66,16 @@ class ForwardWeights:
     found: dict[str, ForwardWeight] = field(default_factory=dict)
     refused: dict[str, Refused] = field(default_factory=dict)
 
-    def notes(self, frozen: Mapping[str, str]) -> list[str]:
+    def notes(self, frozen: Collection[Reason]) -> list[Note]:
         """Return a note for each refused layer in whose code channels are frozen.
 
         Args:
-            frozen: The reason of every frozen group, which names the operation as
-                `module (file:line)`.
+            frozen: The reasons of all frozen groups.
         """
         mattered = {
             path: one
             for path, one in self.refused.items()
-            if any(
-                f" in {path or 'model'} (" in why and one.reason not in why
-                for why in frozen.values()
-            )
+            if any(path in why.modules and why.refusal != one.reason for why in frozen)
         }
         return notes_of(mattered, "channels are not followed through its code")
 

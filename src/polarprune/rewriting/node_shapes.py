@@ -26,11 +26,11 @@ class NodeShapes:
 
     def values(self, node: Any) -> list[Value]:
         """Return the tensors that a node computed in the recorded run."""
-        return self.tape.node_values.get((self.path, node.name), [])
+        return self.tape.nodes.values.get((self.path, node.name), [])
 
     def number(self, node: fx.Node) -> int | float | None:
         """Return the number that a node computed in the recorded run, or None."""
-        return self.tape.node_numbers.get((self.path, node.name))
+        return self.tape.nodes.numbers.get((self.path, node.name))
 
     def number_of(self, item: object) -> Any:
         """Return an argument as a number: a constant, or what a node computed (None if none)."""

@@ -17,6 +17,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from ..channels.notes import Note
 from ..torch_internals.class_swaps import drop_member, leave_derived_class
 from ..torch_internals.markers import is_gate_part
 from ..tracing.copying import copy_model
@@ -151,7 +152,7 @@ def _put_first(module: nn.Module, leaf: str, tensor: Tensor) -> None:
         module._buffers.update({leaf: tensor, **buffers})
 
 
-def by_hooks(model: nn.Module) -> list[str]:
+def by_hooks(model: nn.Module) -> list[Note]:
     """Return a note for each kind of weight that torch's older functions compute in a hook."""
     found: dict[str, list[str]] = {}
     for path, module in model.named_modules():
@@ -159,9 +160,12 @@ def by_hooks(model: nn.Module) -> list[str]:
             if type(hook) in _HOOKS:
                 found.setdefault(_HOOKS[type(hook)], []).append(path or "the model")
     return [
-        f"{paths[0]} (and {len(paths) - 1} more): torch.nn.utils.{name} computes the weight in a "
-        f"hook, where channels are not followed; use torch.nn.utils.parametrizations.{name}, which "
-        f"computes the same weight and can be pruned"
+        Note(
+            f"torch.nn.utils.{name} computes the weight in a hook, where channels are not "
+            f"followed; use torch.nn.utils.parametrizations.{name}, which computes the same weight "
+            f"and can be pruned",
+            paths,
+        )
         for name, paths in found.items()
     ]
 

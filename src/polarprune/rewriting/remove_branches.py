@@ -19,6 +19,7 @@ from torch import fx, nn
 from torch.nn.modules import batchnorm
 
 from ..channels.graph import Graph, module_of
+from ..channels.notes import Note
 from ..errors import PruneError
 from ..tracing.model_state import named_tensors
 from .captured_forward import CapturedForward, Refused, notes_of
@@ -236,7 +237,7 @@ def removed_modules(path: str, module: nn.Module, graph: Graph, edits: list[Edit
 
 def removed_with_groups(
     model: nn.Module, graph: Graph, groups: Iterable[str]
-) -> tuple[dict[str, set[str]], list[str]]:
+) -> tuple[dict[str, set[str]], list[Note]]:
     """Find what is removed, besides its channels, when a group closes entirely.
 
     Returns:
@@ -249,7 +250,7 @@ def removed_with_groups(
         tensors.setdefault(module_of(name), []).append(name)
     outline, found, refused = graph.outline(), {}, dict[str, Refused]()
     for group in groups:
-        emptied = outline.emptied(outline.settle(outline.alive({group: []})))
+        emptied = outline.emptied(outline.without_unread(outline.alive({group: []})))
         constant_layers, gone = _constant_layers(graph, emptied), set[str]()
         for path in dict.fromkeys(owner_of(layer, modules) for layer in sorted(constant_layers)):
             edits = removable_branches(path, modules[path], graph, constant_layers)

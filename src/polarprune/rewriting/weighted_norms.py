@@ -74,7 +74,7 @@ def _statistic_nodes(
 ) -> dict[str, int] | Refused:
     """Return the nodes of a graph that compute statistics, with the axis of their channels."""
     code = {node.name: node for node in graph.nodes}
-    ends = [(end, name) for (where, name), end in tape.node_positions.items() if where == path]
+    ends = [(end, name) for (where, name), end in tape.nodes.positions.items() if where == path]
     found: dict[str, int] = {}
     for number, op in enumerate(tape.ops):
         # The first node that ended after this operation computed it.

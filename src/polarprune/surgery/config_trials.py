@@ -66,7 +66,7 @@ class ConfigTrials:
             PruneError: If there is none; the message says what a config cannot express.
         """
         plan = {name: list(range(width)) for name, width in widths.items()}
-        alive = self.graph.settle(self.graph.alive(plan))
+        alive = self.graph.without_unread(self.graph.alive(plan))
         wanted, why = self._wanted(recipe_for(self.model, self.graph, alive)), ""
         search = ConfigSearch(self.part, wanted, self.built)
         for config in search.configs():

@@ -46,6 +46,17 @@ class Proof(NamedTuple):
     skipped: dict[str, str]
 
 
+class NotEqual(PruneError):
+    """Two models do not compute the same function. `fact` says by how much they differ."""
+
+    def __init__(self, fact: str) -> None:
+        super().__init__(
+            f"{fact}. Nothing was exported. Please report this model, and freeze the affected part "
+            f"with keep=[...]."
+        )
+        self.fact = fact
+
+
 def outputs(model: nn.Module, example: Example, *, training: bool) -> list[Tensor]:
     """Return all output tensors of the model, computed with dropout off and a fixed seed."""
     return list(_answer(model, example, training=training, generates=False))
@@ -191,10 +202,9 @@ def _failure_explained(when: str) -> Iterator[None]:
 def _check_gap(gap: float, tolerance: float, where: str) -> None:
     """Raise if a difference is larger than allowed, or NaN."""
     if not gap <= tolerance:
-        raise PruneError(
+        raise NotEqual(
             f"the pruned model differs {deviation(gap)} from the gated model (relative, {where}); "
-            f"at most {tolerance:.0e} is allowed. Nothing was exported. Please report this model, "
-            f"and freeze the affected part with keep=[...]."
+            f"at most {tolerance:.0e} is allowed"
         )
 
 

@@ -24,11 +24,11 @@ _Norm = nn.GroupNorm | instancenorm._InstanceNorm
 
 def write_recipe(model: nn.Module, graph: Graph, plan: Plan) -> Recipe:
     """Return the recipe that leaves only the planned channels in `model`."""
-    return recipe_for(model, graph, graph.settle(graph.alive(plan)))
+    return recipe_for(model, graph, graph.without_unread(graph.alive(plan)))
 
 
 def recipe_for(model: nn.Module, graph: Graph, alive: Tensor) -> Recipe:
-    """Return the recipe that leaves only these units, which `Graph.settle` returned."""
+    """Return the recipe that leaves only these units, which `Graph.without_unread` returned."""
     check_shapes(model, graph.shapes, "The graph belongs to another model; trace this one.")
     recipe = write_sizes(model, graph, alive)
     _add_rewritten_forwards(graph, alive, recipe)

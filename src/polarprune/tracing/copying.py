@@ -29,8 +29,8 @@ def copy_model(model: nn.Module, memo: dict[int, object] | None = None) -> nn.Mo
     of a gated model does not follow the copy.
 
     Args:
-        model: the model to copy.
-        memo: the memo of `copy.deepcopy`: maps the id of an object to its copy.
+        model: The model to copy.
+        memo: The memo of `copy.deepcopy`: maps the id of an object to its copy.
     """
     memo = {} if memo is None else memo
     for module in model.modules():

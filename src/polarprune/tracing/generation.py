@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,14 @@ class Split:
     cache: object = None
 
 
+@dataclass(frozen=True)
+class FurtherCall:
+    """The arguments of a call with one more token, apart from the cache, or why there are none."""
+
+    arguments: Kwargs = field(default_factory=dict)
+    refusal: str = ""
+
+
 def split(out: object) -> Split:
     """Separate the cache in an output from the rest.
 
@@ -85,7 +93,7 @@ def answers(
     example: Example,
     *,
     generates: bool,
-    further: Kwargs | None = None,
+    further: FurtherCall | None = None,
     between: Callable[[object], None] = lambda cache: None,
 ) -> Answer:
     """Run the model and return the tensors of its output that a user reads.
@@ -108,33 +116,35 @@ def answers(
     if parts.cache is None or model.training:
         return Answer(parts.read, [])
     call = further_call(model, example) if further is None else further
-    if not call:
-        raise CannotContinue("its inputs have no tokens under a name that is known")
+    if call.refusal:
+        raise CannotContinue(call.refusal)
     between(parts.cache)
     try:
-        more = model(**call, **{parts.name: parts.cache})
+        more = model(**call.arguments, **{parts.name: parts.cache})
     except Exception as error:
         raise CannotContinue(str(error)) from error
     return Answer(parts.read, split(more).read)
 
 
-def further_call(model: nn.Module, example: Example) -> Kwargs:
-    """Return the arguments of a call with one more token, apart from the cache.
-
-    Empty if the example has no tokens under a name that transformers use, or holds a cache itself.
-    """
+def further_call(model: nn.Module, example: Example) -> FurtherCall:
+    """Return the arguments of a call with one more token, or why there are none."""
     try:
         return _further_call(model, example)
-    except Exception:  # arguments of these names mean something else in this model
-        return {}
+    except Exception as error:  # arguments of these names mean something else in this model
+        return FurtherCall(
+            refusal=f"the arguments of a call with one more token cannot be made from the example "
+            f"({type(error).__name__}: {error})"
+        )
 
 
-def _further_call(model: nn.Module, example: Example) -> Kwargs:
+def _further_call(model: nn.Module, example: Example) -> FurtherCall:
     given = _by_name(model, example)
     decoder = "decoder_" if _DECODER_TOKENS in inspect.signature(model.forward).parameters else ""
     name, tokens = _token(given, decoder)
-    if tokens is None or given.get(_CACHE) is not None:
-        return {}
+    if given.get(_CACHE) is not None:
+        return FurtherCall(refusal=f"the example holds a cache itself, as {_CACHE}")
+    if tokens is None:
+        return FurtherCall(refusal="its inputs have no tokens under a name that is known")
     kept = {key: held for key, held in given.items() if key not in _ONLY_FIRST}
     if decoder:  # the encoder gets its inputs again
         kept |= {key: given[key] for key in ("input_ids", "inputs_embeds") if key in given}
@@ -143,7 +153,7 @@ def _further_call(model: nn.Module, example: Example) -> Kwargs:
         held = kept.get(key)
         if isinstance(held, Tensor):
             kept[key] = lengthen(held)
-    return {**kept, name: tokens}
+    return FurtherCall({**kept, name: tokens})
 
 
 def _by_name(model: nn.Module, example: Example) -> Kwargs:

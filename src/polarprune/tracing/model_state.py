@@ -40,8 +40,8 @@ def tensors_in(out: object, without: object = None) -> list[Tensor]:
     """Return all tensors in an output: in containers, and in the fields of plain objects.
 
     Args:
-        out: the output.
-        without: an object in it whose tensors are left out.
+        out: The output.
+        without: An object in it whose tensors are left out.
     """
     found: list[Tensor] = []
     seen = {id(without)}
@@ -92,19 +92,23 @@ def restored(model: nn.Module, training: bool | None = None) -> Iterator[None]:
     forward may cache results in them, and hooks because some libraries register theirs when the
     model first runs.
 
+    The random generators of torch, Python and NumPy belong to the process. Another thread that
+    draws numbers meanwhile draws them from the run's seed, and they are reset under it.
+
     Args:
-        model: the model that runs inside.
-        training: the mode to run it in; None leaves the mode as it is.
+        model: The model that runs inside.
+        training: The mode to run it in; None leaves the mode as it is.
     """
-    state, dice = _ModelState(model), _RandomState()
+    state, generators = _ModelState(model), _RandomState()
     gpus = {tensor.device.index or 0 for tensor, _ in state.memory if tensor.is_cuda}
-    if training is not None:
-        state.train(model, training)
     try:
-        with torch.random.fork_rng(sorted(gpus)), torch.no_grad():
-            yield
+        with torch.random.fork_rng(sorted(gpus)):
+            if training is not None:
+                state.train(model, training)
+            with torch.no_grad():
+                yield
     finally:
-        dice.restore()
+        generators.restore()
         state.restore()
 
 
@@ -134,9 +138,12 @@ class _ModelState:
                 if module.training != training:
                     module.training = training
             return
-        with _SavesWrites(tensor for tensor, _ in self.memory) as written:
-            model.train(training)
-        self.contents += written.saved
+        written = _SavesWrites(tensor for tensor, _ in self.memory)
+        try:
+            with written:
+                model.train(training)
+        finally:
+            self.contents += written.saved
 
     def restore(self) -> None:
         """Put everything back in place."""

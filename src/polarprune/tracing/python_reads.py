@@ -19,7 +19,7 @@ from .op_recorder import OpRecorder
 from .source_lines import user_line
 from .watched_sizes import watched_count, watched_size, watched_sizes
 
-_WHOLE_TENSOR_READS = {
+_VALUE_READS = {
     Tensor.tolist,
     Tensor.numpy,
     Tensor.storage,
@@ -30,7 +30,7 @@ _WHOLE_TENSOR_READS = {
 }
 _SPLITS = {torch.tensor_split, Tensor.tensor_split}  # at positions that may be given as a tensor
 _READS = {
-    *_WHOLE_TENSOR_READS,
+    *_VALUE_READS,
     *_SPLITS,
     Tensor.data_ptr,
     Tensor.__reduce_ex__,
@@ -41,11 +41,11 @@ _SIZES = {Tensor.shape.__get__, Tensor.size, Tensor.__len__, *_COUNTS}  # type: 
 
 
 class PythonReads(TorchFunctionMode):
-    """Notes on the recorder's tape which values and sizes Python code reads.
+    """Tells the recorder which values and sizes Python code reads.
 
     Args:
-        recorder: the recorder whose tape is written to.
-        watch_sizes: replace sizes with watched numbers.
+        recorder: The recorder of the run.
+        watch_sizes: Replace sizes with watched numbers.
     """
 
     def __init__(self, recorder: OpRecorder, watch_sizes: bool) -> None:
@@ -65,25 +65,24 @@ class PythonReads(TorchFunctionMode):
         if func in _READS:
             self._note_read(func, args, kwargs)
         found = func(*args, **kwargs)
-        if self.watch_sizes and func in _SIZES and not self.recorder.busy:
+        if self.watch_sizes and func in _SIZES and self.recorder.watches_sizes:
             return self._watched(func, args, kwargs, found)
         return found
 
     def _note_read(self, func: object, args: Args, kwargs: Kwargs) -> None:
-        recorder = self.recorder
-        values = recorder.values((args, kwargs))
-        recorder.tape.needs_values |= any(value.root not in recorder.real for value in values)
-        if func in _WHOLE_TENSOR_READS:
-            recorder.tape.read_values += values
+        values = self.recorder.values((args, kwargs))
+        self.recorder.note_access(values)
+        if func in _VALUE_READS:
+            self.recorder.note_read(values)
         elif func in _SPLITS:
-            recorder.tape.read_values += recorder.values((args[1:], kwargs))
+            self.recorder.note_read(self.recorder.values((args[1:], kwargs)))
 
     def _watched(
         self, func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any], found: object
     ) -> object:
         """Return a size that was read, as a number that remembers where."""
         value = self.recorder.value(args[0] if args else kwargs["input"])
-        log = self.recorder.tape.sizes
+        log = self.recorder.sizes
         if isinstance(found, torch.Size):
             return torch.Size(watched_sizes(value, log))
         if func in _COUNTS:

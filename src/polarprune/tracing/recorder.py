@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
-import torch
 from torch import nn
 
 from ..errors import PruneError
 from ..torch_internals.process_settings import seed_generators
-from .generation import Answer, CannotContinue, answers, further_call
+from .generation import Answer, CannotContinue, FurtherCall, answers, further_call
 from .model_state import Example, as_call, restored, tensors_in, without_fused_paths
-from .op_recorder import OpRecorder, default_seeds
+from .op_recorder import OpRecorder
 from .python_reads import PythonReads
-from .shape_only import release_placeholders
 from .tape import Tape, Value
-from .watched_sizes import plain, watch_attributes
+from .watched_sizes import watch_attributes
 
 Mark = Callable[[str, object], None]  # the name of a node in a captured graph, and its result
 Forward = Callable[..., object]
@@ -42,20 +40,20 @@ def record(
     """Return the tape of one run.
 
     Args:
-        model: the model to run; its state is restored afterwards.
-        example: the inputs to run it on.
-        training: run in train mode, else in eval mode.
-        forwards: functions that make a forward for the modules with these paths. It replaces
+        model: The model to run; its state is restored afterwards.
+        example: The inputs to run it on.
+        training: Run in train mode, else in eval mode.
+        forwards: Functions that make a forward for the modules with these paths. It replaces
             theirs during the run, and may mark values by name.
-        generates: a cache that the model returns is not an output; in eval mode, the run continues
+        generates: A cache that the model returns is not an output; in eval mode, the run continues
             with one more token.
 
     Returns:
         The tape. Values are computed only if something other than values depends on them.
 
     Raises:
-        CannotContinue: the model does not run on a further token with its cache.
-        PruneError: the model does not run on the example, or returns no tensor.
+        CannotContinue: The model does not run on a further token with its cache.
+        PruneError: The model does not run on the example, or returns no tensor.
     """
     run = partial(
         attempt, model, example, training=training, forwards=forwards, generates=generates
@@ -100,25 +98,25 @@ def attempt(
     """Run the model once, and return the tape, with the error if the run fails.
 
     Args:
-        model: the model to run; its state is restored afterwards.
-        example: the inputs to run it on.
-        training: run in train mode, else in eval mode.
-        forwards: as in `record`.
-        generates: as in `record`.
-        with_values: compute every operation, not only its shape.
-        brief: omit source lines, MACs and watched sizes.
-        watch_sizes: note what Python code does with sizes.
+        model: The model to run; its state is restored afterwards.
+        example: The inputs to run it on.
+        training: Run in train mode, else in eval mode.
+        forwards: As in `record`.
+        generates: As in `record`.
+        with_values: Compute every operation, not only its shape.
+        brief: Omit source lines, MACs and watched sizes.
+        watch_sizes: Note what Python code does with sizes.
     """
-    further = further_call(model, example) if generates and not training else {}
+    further = further_call(model, example) if generates and not training else FurtherCall()
     count_macs = not (training or brief)  # the cost is that of eval mode
     recorder = OpRecorder(
         model,
-        (as_call(example), further),
+        (as_call(example), further.arguments),
         with_values=with_values,
+        generates=generates,
         brief=brief,
         count_macs=count_macs,
     )
-    recorder.tape.generates = generates
     run = partial(answers, model, example, generates=generates, further=further)
     failed = None
     try:
@@ -127,12 +125,8 @@ def attempt(
     except Exception as error:
         failed = error
     finally:
-        recorder.tape.sizes.active = False
-        release_placeholders()
-        with torch.no_grad():
-            for tensor, before in reversed(recorder.overwritten):
-                tensor.copy_(before)
-    return recorder.tape, failed
+        recorder.close()
+    return recorder.tape(), failed
 
 
 def _run(
@@ -148,13 +142,12 @@ def _run(
     cached: list[Value] = []
     with restored(model, training), without_fused_paths(model), recorder, reads:
         seed_generators(TRACING_SEED)
-        recorder.seeds = default_seeds()
+        recorder.start()
         if watch_sizes:
-            watch_attributes(model.named_modules(), recorder.tape.sizes)
+            watch_attributes(model.named_modules(), recorder.sizes)
         found = run(between=lambda cache: cached.extend(recorder.start_further(tensors_in(cache))))
-        recorder.tape.sizes.active, recorder.busy = False, True
         recorder.finish(list(found))
-    _check_reads_cache(recorder.tape, cached)
+    _check_reads_cache(recorder.tape(), cached)
 
 
 def _check_reads_cache(tape: Tape, cached: Iterable[Value]) -> None:
@@ -169,29 +162,24 @@ def _replaced_forwards(
     model: nn.Module, recorder: OpRecorder, forwards: Mapping[str, MakeForward]
 ) -> Iterator[None]:
     """Context manager: give these modules the forwards that the functions make."""
-    replaced = [(model.get_submodule(path), path, make) for path, make in forwards.items()]
-    own = {module: vars(module).get("forward") for module, _, _ in replaced}
-    for module, path, make in replaced:
-        module.forward = make(module, _marker(recorder, path))
+    modules = {path: model.get_submodule(path) for path in forwards}
+    own = {module: vars(module).get("forward") for module in modules.values()}
     try:
+        for path, make in forwards.items():
+            modules[path].forward = make(modules[path], _marker(recorder, path))
         yield
     finally:
         for module, forward in own.items():
-            del module.forward  # capture refuses modules with a forward in their __dict__
+            vars(module).pop("forward", None)  # capture refuses modules with a forward of their own
             if forward is not None:
                 module.forward = forward
 
 
 def _marker(recorder: OpRecorder, path: str) -> Mark:
-    """Return a function that notes on the tape what a node of a captured graph returned."""
-    tape = recorder.tape
+    """Return a function that notes what a node of a captured graph returned."""
 
     def mark(name: str, result: object) -> None:
-        tape.node_positions.setdefault((path, name), len(tape.ops))
-        if isinstance(result, (int, float)):
-            tape.node_numbers.setdefault((path, name), plain(result))
-        else:
-            tape.node_values.setdefault((path, name), recorder.values(result))
+        recorder.note_node((path, name), result)
 
     return mark
 
@@ -199,29 +187,24 @@ def _marker(recorder: OpRecorder, path: str) -> Mark:
 @contextmanager
 def _module_hooks(model: nn.Module, recorder: OpRecorder) -> Iterator[None]:
     """Context manager: keep track of the module that runs, and of the one in which a run fails."""
-    handles = []
-    for path, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(_enter(recorder, path)))
-        handles.append(module.register_forward_hook(_leave(recorder), always_call=True))
-    try:
+    with ExitStack() as placed:
+        for path, module in model.named_modules():
+            enter = module.register_forward_pre_hook(_enter(recorder, path))
+            placed.callback(enter.remove)
+            leave = module.register_forward_hook(_leave(recorder), always_call=True)
+            placed.callback(leave.remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _enter(recorder: OpRecorder, path: str) -> Callable[[nn.Module, object], None]:
     def hook(module: nn.Module, args: object) -> None:
-        recorder.module_stack.append(path)
-        recorder.tape.failed_in = None
+        recorder.enter_module(path)
 
     return hook
 
 
 def _leave(recorder: OpRecorder) -> Callable[[nn.Module, object, object], None]:
     def hook(module: nn.Module, args: object, out: object) -> None:
-        path = recorder.module_stack.pop()
-        if sys.exc_info()[0] is not None and recorder.tape.failed_in is None:
-            recorder.tape.failed_in = path
+        recorder.leave_module(failed=sys.exc_info()[0] is not None)
 
     return hook

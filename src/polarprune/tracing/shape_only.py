@@ -4,9 +4,9 @@ A tape holds shapes, not values, and nearly all of a run's time goes into convol
 products and attention. If integers are computed from placeholders, or if the model's code reads
 them, the recorder notices and the run is repeated with every operation computed.
 
-`PLACEHOLDERS` maps an operation to a function of its arguments. The function returns None where it
-is not certain of the result's shape or memory layout. Then the operation itself runs, and raises
-its own error for arguments that do not fit.
+`PLACEHOLDERS` maps an operation to a function of the zeros to take and of its arguments. It returns
+None where it is not certain of the result's shape or memory layout. Then the operation itself runs,
+and raises its own error for arguments that do not fit.
 """
 
 from __future__ import annotations
@@ -18,20 +18,23 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
-_memory: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
+class Zeros:
+    """Returns tensors that share one piece of memory: nothing reads their values."""
 
-def _zeros(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a tensor of this shape. All of them share one piece of memory: nothing reads it."""
-    size, kind = math.prod(shape), (like.dtype, like.device)
-    if kind not in _memory or _memory[kind].numel() < size:
-        _memory[kind] = like.new_zeros(size)
-    return _memory[kind][:size].view(shape)
+    def __init__(self) -> None:
+        self._memory: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
+    def of(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return a tensor of this shape, with the dtype and on the device of another."""
+        size, kind = math.prod(shape), (like.dtype, like.device)
+        if kind not in self._memory or self._memory[kind].numel() < size:
+            self._memory[kind] = like.new_zeros(size)
+        return self._memory[kind][:size].view(shape)
 
-def release_placeholders() -> None:
-    """Free the memory that all placeholders share."""
-    _memory.clear()
+    def release(self) -> None:
+        """Free the memory."""
+        self._memory.clear()
 
 
 def _plain(*tensors: Tensor) -> bool:
@@ -61,6 +64,7 @@ def _windows(
 
 
 def _convolution(
+    zeros: Zeros,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -82,27 +86,29 @@ def _convolution(
     if bias is not None and (bias.shape != (made,) or not _plain(x, bias)):
         return None
     space = _windows(x.shape[2:], kernel, stride, padding, dilation)
-    return _zeros(x, (x.shape[0], made, *space)) if min(space) > 0 else None
+    return zeros.of(x, (x.shape[0], made, *space)) if min(space) > 0 else None
 
 
-def _mm(left: Tensor, right: Tensor) -> Tensor | None:
+def _mm(zeros: Zeros, left: Tensor, right: Tensor) -> Tensor | None:
     (rows, inner), (other, columns) = left.shape, right.shape
-    return _zeros(left, (rows, columns)) if inner == other and _plain(left, right) else None
+    return zeros.of(left, (rows, columns)) if inner == other and _plain(left, right) else None
 
 
-def _addmm(bias: Tensor, left: Tensor, right: Tensor, **scales: object) -> Tensor | None:
+def _addmm(
+    zeros: Zeros, bias: Tensor, left: Tensor, right: Tensor, **scales: object
+) -> Tensor | None:
     fits = bias.shape == right.shape[1:] and _plain(bias, left)
-    return _mm(left, right) if fits else None
+    return _mm(zeros, left, right) if fits else None
 
 
-def _bmm(left: Tensor, right: Tensor) -> Tensor | None:
+def _bmm(zeros: Zeros, left: Tensor, right: Tensor) -> Tensor | None:
     (batch, rows, inner), (more, other, columns) = left.shape, right.shape
     fits = batch == more and inner == other and _plain(left, right)
-    return _zeros(left, (batch, rows, columns)) if fits else None
+    return zeros.of(left, (batch, rows, columns)) if fits else None
 
 
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, *args: object, **options: object
+    zeros: Zeros, query: Tensor, key: Tensor, value: Tensor, *args: object, **options: object
 ) -> tuple[Tensor, Tensor] | None:
     batch, heads, length, size = query.shape
     same = key.shape == value.shape and key.shape == (batch, heads, key.shape[2], size)
@@ -114,6 +120,7 @@ def _attention(
 
 
 def _batch_norm(
+    zeros: Zeros,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -132,6 +139,7 @@ def _batch_norm(
 
 
 def _max_pool(
+    zeros: Zeros,
     x: Tensor,
     size: Sequence[int],
     stride: Sequence[int] = (),
@@ -145,21 +153,21 @@ def _max_pool(
     space = _windows(x.shape[2:], *every)
     if min(space) <= 0 or any(2 * pad > kernel for kernel, _, pad, _ in zip(*every, strict=True)):
         return None
-    out = _zeros(x, (*x.shape[:2], *space))
+    out = zeros.of(x, (*x.shape[:2], *space))
     return out, out.new_zeros((), dtype=torch.long).expand(out.shape).contiguous()
 
 
-def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor | None:
+def _cat(zeros: Zeros, tensors: Sequence[Tensor], dim: int = 0) -> Tensor | None:
     first = tensors[0]
     others = {(t.dim(), t.shape[:dim], t.shape[dim + 1 :]) for t in tensors}
     plain = _plain(*tensors) and all(t.is_contiguous() for t in tensors)
     if not (plain and len(others) == 1 and 0 <= dim < first.dim()):
         return None
     wide = sum(t.shape[dim] for t in tensors)
-    return _zeros(first, (*first.shape[:dim], wide, *first.shape[dim + 1 :]))
+    return zeros.of(first, (*first.shape[:dim], wide, *first.shape[dim + 1 :]))
 
 
-def _in_place(x: Tensor, *others: Tensor, **scales: object) -> Tensor | None:
+def _in_place(zeros: Zeros, x: Tensor, *others: Tensor, **scales: object) -> Tensor | None:
     """Return the target as it is: its shape does not change."""
     if not all(isinstance(other, Tensor) and other.shape == x.shape for other in others):
         return None

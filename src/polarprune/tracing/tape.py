@@ -1,13 +1,14 @@
 """The tape: every ATen operation of one run, in order.
 
 A tape holds facts only: operations, shapes, and the module and source line of each operation. What
-an operation means for channels is decided in `channels`. `recorder` writes the tape.
+an operation means for channels is decided in `channels`. `op_recorder` makes the tape; nothing
+changes it afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from .schemas import is_mutable, name_of, reads_data
-from .watched_sizes import SizeLog
+from .watched_sizes import Decision, Expression
 
 # A module of the model, and the name of a node in the graph that its forward was captured as.
 NodeKey = tuple[str, str]
@@ -91,31 +92,56 @@ def _values_in(tree: object) -> list[Value]:
     return []
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
+class Nodes:
+    """What the nodes of captured graphs returned in a run, and when.
+
+    Attributes:
+        values: The tensors that a node returned first.
+        numbers: The number, if it returned one.
+        positions: How many operations had been recorded by then.
+    """
+
+    values: Mapping[NodeKey, list[Value]]
+    numbers: Mapping[NodeKey, int | float]
+    positions: Mapping[NodeKey, int]
+
+
+@dataclass(frozen=True, eq=False)
 class Tape:
     """The operations of one run, in order, and the tensors that leave the run.
 
-    A run is recorded without computing products unless `has_values` is set (see `shape_only`).
+    Attributes:
+        ops: The operations.
+        inputs: The tensors of the example.
+        outputs: The tensors that the model returned; none if the run failed.
+        read_values: Tensors whose values Python code read.
+        stored_values: Tensors that were not returned, but are still referenced.
+        decisions: Comparisons of sizes in the model's code.
+        rounded: Numbers computed from sizes that were rounded, or are no longer watched.
+        example_ops: The operations after these compute a token with a cache.
+        generates: True if a cache that the model returned is not an output.
+        failed_in: The module in which the run raised.
+        has_values: True if every operation was computed, not only its shape (see `shape_only`).
+        needs_values: True if placeholder values reached something that depends on values.
+        unchecked_modules: The results of these modules may be wrong where nothing reads them.
+        nodes: What captured graphs returned, if forwards ran them.
     """
 
-    ops: list[Op] = field(default_factory=list)
-    inputs: list[Value] = field(default_factory=list)
-    outputs: list[Value] = field(default_factory=list)
-    read_values: list[Value] = field(default_factory=list)  # Python code read their values
-    stored_values: list[Value] = field(default_factory=list)  # not returned, but still referenced
-    sizes: SizeLog = field(default_factory=SizeLog)  # what Python code did with sizes
-    example_ops: int | None = None  # the operations after these compute a token with a cache
-    generates: bool = False  # a cache that the model returned is not an output
-    failed_in: str | None = None  # the module in which the run raised
-    has_values: bool = False  # every operation was computed, not only its shape
-    needs_values: bool = False  # placeholder values reached something that depends on values
-    # The results of these modules may be wrong where nothing reads them.
-    unchecked_modules: set[str] = field(default_factory=set)
-    # Written by a forward that runs a captured graph: what each node returned, and how many
-    # operations had been recorded by then.
-    node_values: dict[NodeKey, list[Value]] = field(default_factory=dict)
-    node_numbers: dict[NodeKey, int | float] = field(default_factory=dict)
-    node_positions: dict[NodeKey, int] = field(default_factory=dict)
+    ops: Sequence[Op]
+    inputs: Sequence[Value]
+    outputs: Sequence[Value]
+    read_values: Sequence[Value]
+    stored_values: Sequence[Value]
+    decisions: Sequence[Decision]
+    rounded: Sequence[Expression]
+    example_ops: int | None
+    generates: bool
+    failed_in: str | None
+    has_values: bool
+    needs_values: bool
+    unchecked_modules: frozenset[str]
+    nodes: Nodes
 
     @cached_property
     def final_values(self) -> set[Value]:
@@ -143,7 +169,8 @@ class Tape:
         along an axis of which code reads nothing but the shape, as in `x[:, :, -1]`.
         """
         discarded = self._unread_selections()
-        return self._leading_to(
+        return _leading_to(
+            self.ops,
             self.final_values,
             lambda op: op.module not in self.unchecked_modules and op not in discarded,
         )
@@ -154,29 +181,31 @@ class Tape:
         return {op for op in self.ops if op.name == "select" and read.isdisjoint(op.outs)}
 
     @property
-    def counted_ops(self) -> list[Op]:
+    def counted_ops(self) -> Sequence[Op]:
         """The operations of the run on the example, which make up the cost."""
         return self.ops[: self.example_ops]
 
     @property
-    def further_ops(self) -> list[Op]:
+    def further_ops(self) -> Sequence[Op]:
         """The operations that compute one more token with the cache of the example's run."""
         return [] if self.example_ops is None else self.ops[self.example_ops :]
 
-    def unused_values(self) -> Iterator[Value]:
-        """Yield results that affect neither an output nor the operations that are performed."""
-        leading = set(self._leading_to({*self.outputs, *self.read_values}, lambda op: False))
-        return (value for op in self.ops if op not in leading for value in op.outs)
 
-    def _leading_to(self, final: set[Value], always: Callable[[Op], bool]) -> list[Op]:
-        """Return the operations that `final` depends on, mutable ones, and those to keep always."""
-        needed, found = set(final), []
-        for op in reversed(self.ops):
-            if always(op) or is_mutable(op.func) or not needed.isdisjoint(op.outs):
-                found.append(op)
-                needed.update(op.inputs())
-                needed.update(value.base for value in op.inputs() if value.base is not None)
-        return found[::-1]
+def unused_values(ops: Sequence[Op], used: Iterable[Value]) -> Iterator[Value]:
+    """Yield the results of operations on which none of the used values depends."""
+    leading = set(_leading_to(ops, set(used), lambda op: False))
+    return (value for op in ops if op not in leading for value in op.outs)
+
+
+def _leading_to(ops: Sequence[Op], final: set[Value], always: Callable[[Op], bool]) -> list[Op]:
+    """Return the operations that `final` depends on, mutable ones, and those to keep always."""
+    needed, found = set(final), []
+    for op in reversed(ops):
+        if always(op) or is_mutable(op.func) or not needed.isdisjoint(op.outs):
+            found.append(op)
+            needed.update(op.inputs())
+            needed.update(value.base for value in op.inputs() if value.base is not None)
+    return found[::-1]
 
 
 def values_read_by(op: Op) -> list[Value]:

@@ -12,7 +12,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .source_lines import line_of
@@ -122,28 +122,48 @@ class Decision(NamedTuple):
         return self.left.leaves | self.right.leaves
 
 
-@dataclass
 class SizeLog:
-    """What the model's code did with sizes in one run."""
+    """Notes what the model's code does with sizes in one run, until it is stopped.
 
-    module: Callable[[], str] = lambda: ""  # returns the path of the module that runs now
-    decisions: dict[tuple[object, ...], Decision] = field(default_factory=dict)
-    # Numbers that were rounded, or are no longer watched: different sizes may give the same result.
-    rounded: dict[tuple[object, ...], Expression] = field(default_factory=dict)
-    active: bool = True
+    Args:
+        module: Returns the path of the module that runs now.
+    """
+
+    def __init__(self, module: Callable[[], str]) -> None:
+        self.module = module
+        self.active = True
+        self._decisions: dict[tuple[object, ...], Decision] = {}
+        self._rounded: dict[tuple[object, ...], Expression] = {}
+
+    def stop(self) -> None:
+        """Note nothing from here on."""
+        self.active = False
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """The comparisons in the model's code."""
+        return tuple(self._decisions.values())
+
+    @property
+    def rounded(self) -> tuple[Expression, ...]:
+        """Numbers that were rounded, or are no longer watched.
+
+        Different sizes may give the same number.
+        """
+        return tuple(self._rounded.values())
 
     def compared(self, left: Expression, right: Expression, line: str | None = None) -> None:
         """Note a comparison in the user's code, at `line` or at the line that runs now."""
         line = line or _calling_line()
         if self.active and line is not None:
             found = Decision(self.module(), line, left, right)
-            self.decisions.setdefault((found.module, line, left.leaves, right.leaves), found)
+            self._decisions.setdefault((found.module, line, left.leaves, right.leaves), found)
 
     def lost(self, one: Expression) -> None:
         """Note a number that is not watched from here on."""
         line = _calling_line() if self.active else None
         if line is not None:
-            self.rounded.setdefault((self.module(), line, one.leaves), one)
+            self._rounded.setdefault((self.module(), line, one.leaves), one)
 
 
 def _calling_line() -> str | None:

@@ -67,7 +67,7 @@ class Rebuild:
 
     def __init__(self, bare: nn.Module, graph: Graph, before: Tensor, after: Tensor) -> None:
         self.bare, self.graph = bare, graph
-        self.before, self.after = before, graph.settle(after)
+        self.before, self.after = before, graph.without_unread(after)
         self.recipe = recipe_for(bare, graph, self.after)
         self.removed: list[weakref.ref[Tensor]] = []  # parameters of layers that were removed
 

@@ -148,7 +148,7 @@ class Steering:
 
     def _without_unread(self, alpha: Tensor) -> Tensor:
         """Close the channels that only closed channels read."""
-        settled = self.graph.settle(alpha != 0)
+        settled = self.graph.without_unread(alpha != 0)
         if bool((settled != (alpha != 0)).any()):
             alpha = alpha * settled
             self.stepper.put(alpha)

@@ -223,7 +223,7 @@ def _check_present(state: State, graph: Graph) -> None:
             _refuse("present", f"keeps {kept} channels of {name}, which needs at least {minimum}")
         if bool((state["alpha"][name].cpu()[~mine] != 0).any()):
             _refuse(f"alpha of {name}", "is not zero for channels that were removed")
-    if not torch.equal(graph.settle(present), present):
+    if not torch.equal(graph.without_unread(present), present):
         _refuse("present", "keeps channels that no layer reads")
 
 

@@ -91,7 +91,7 @@ def masked(model: nn.Module, graph: Graph, plan: Plan) -> nn.Module | None:
         for axis, units in axes.items():
             if not _silence(model, name, axis, alive[units]):
                 return None
-    settled = torch.cat([graph.settle(alive[:-1]), alive[-1:]])
+    settled = torch.cat([graph.without_unread(alive[:-1]), alive[-1:]])
     for path, units in graph.weights.items():
         norm = model.get_submodule(path)
         if not isinstance(norm, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)):

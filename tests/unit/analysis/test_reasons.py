@@ -45,11 +45,11 @@ class Middle(nn.Module):
 
 REASONS = {
     "constant": (
-        "meets a tensor that is not a parameter and has no channels",
+        "combined with a tensor that is not a parameter and has no known channels",
         ": mul with a constant tensor of shape (8, 1, 1); register it with register_buffer",
     ),
     "computed": (
-        "meets a tensor that is not a parameter and has no channels",
+        "combined with a tensor that is not a parameter and has no known channels",
         ": mul with the result of shape (8, 1, 1) of ",
     ),
     "softmax": ("_softmax mixes channels", "; only the channels that reach it are frozen: "),
@@ -103,8 +103,9 @@ class Beside(nn.Module):
 def test_concatenated_inputs_are_named_as_such() -> None:
     graph = pp.trace(Beside(), torch.randn(2, 3, 8, 8))
     assert graph.prunable.keys() == {"conv"}
-    (reason,) = (g.reason for g in graph.groups.values() if "unknown origin" in g.reason)
-    assert reason.startswith("joined with channels of unknown origin in model (test_reasons.py:")
+    (reason,) = (g.reason for g in graph.groups.values() if "no known layer" in g.reason)
+    fact = "joined with channels that come from no known layer"
+    assert reason.startswith(f"{fact} in model (test_reasons.py:")
     assert "): cat with an input of the model of shape (2, 3, 8, 8); put a layer" in reason
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import polarprune as pp
+from polarprune.analysis import repairs
+from polarprune.analysis.tape_comparison import Mismatch
 from polarprune.channels.graph import Graph
 
 
@@ -55,3 +58,22 @@ def test_a_weight_that_cannot_be_followed_is_noted_with_the_reason() -> None:
 
 def test_nothing_is_noted_where_everything_can_be_followed() -> None:
     assert noted(nn.Conv2d(8, 6, 3), 6).notes == ()
+
+
+class Fixed(nn.Module):
+    """Code that says how many channels there are, which a captured forward adapts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(x.shape[0], 8, -1).relu().view(x.shape)
+
+
+def test_a_captured_forward_that_does_not_help_is_named_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert noted(Fixed(), 8).groups["0"].reason == ""
+    found = Mismatch("the cut model still fails")
+    monkeypatch.setattr(repairs, "_obstacle", lambda *given: found)
+    assert (
+        "(its forward cannot be rewritten: a trial cut gets no further with the captured one: the "
+        "cut model still fails)" in noted(Fixed(), 8).groups["0"].reason
+    )

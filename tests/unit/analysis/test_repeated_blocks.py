@@ -165,7 +165,7 @@ def test_what_closes_because_nothing_reads_it_closes_in_the_whole_family(uniform
     closed = 0
     for seed in range(60):
         alive = uniform_plan(graph, seed)
-        settled = graph.settle(alive)
+        settled = graph.without_unread(alive)
         closed += int((alive & ~settled).any())
         for names in graph.families.values():
             assert len({int(settled[graph.groups[name].units].sum()) for name in names}) == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import doctest
-import gc
 import inspect
 import random
 import sys
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import polarprune as pp
+from polarprune.analysis import trace
 from polarprune.channels.graph import Graph
 from polarprune.rules import pointwise
 from tests.helpers import exact
@@ -224,7 +224,7 @@ def test_prices_in_the_table_are_what_a_channel_saves() -> None:
     ("name", "states"),
     [
         ("residual_projection", {"0.0": "prunable, at least 1 stays", "1.conv1": "prunable"}),
-        ("outputs_tuple", {"boxes": "frozen: part of the model's output"}),
+        ("conv_bn_relu_forward", {"fc": "frozen: part of the model's output"}),
     ],
 )
 def test_state_of_a_group_is_prunable_or_frozen(name: str, states: dict[str, str]) -> None:
@@ -510,8 +510,29 @@ def test_reason_of_code_with_fixed_sizes_names_module_line_and_remedy(
 
 def test_output_is_frozen() -> None:
     graph = pp.trace(*NETS["outputs_tuple"]())
-    whole = {group.name: group.reason for group in graph.groups.values() if group.frozen}
-    assert whole == dict.fromkeys(("logits.2", "boxes"), "part of the model's output")
+    frozen = {name: group.reason for name, group in graph.groups.items() if group.frozen}
+    facts = {name: reason.fact for name, reason in frozen.items()}
+    assert facts == dict.fromkeys(("logits.2", "boxes"), "part of the model's output")
+
+
+def test_each_of_several_outputs_is_named_with_its_operation_and_line() -> None:
+    reason = pp.trace(*NETS["outputs_tuple"]()).groups["boxes"].reason
+    assert reason.startswith("part of the model's output: the result of shape (")
+    assert " of convolution in boxes (" in reason
+
+
+def test_a_layer_whose_parts_are_different_outputs_is_one_group() -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 8, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            first, second = self.conv(x).chunk(2, 1)
+            return first.relu(), second.sigmoid()
+
+    (group,) = pp.trace(Halves(), images(2, 3, 8, 8)).groups.values()
+    assert group.name == "conv" and "of relu in model" in group.reason
 
 
 @dataclass
@@ -541,7 +562,7 @@ class Boxed(nn.Module):
 def test_output_is_found_inside_objects(pack: Callable[[Tensor, Tensor], Any]) -> None:
     graph = pp.trace(Boxed(pack), images(2, 3, 8, 8))
     assert graph.prunable == {}
-    assert {group.reason for group in graph.groups.values()} == {"part of the model's output"}
+    assert {group.reason.fact for group in graph.groups.values()} == {"part of the model's output"}
 
 
 def test_model_without_an_output_to_compare_is_refused() -> None:
@@ -602,7 +623,7 @@ def test_auxiliary_head_that_runs_in_train_mode_is_followed(traced: Any) -> None
     assert graph.groups["early.0"].consumers == ("late.0.0", "aux.0.0")
     assert not graph.groups["aux.0.0"].frozen
     assert graph.groups["aux.0.0"].minimum == 1
-    assert graph.groups["aux.1.2"].reason == "part of the model's output"
+    assert graph.groups["aux.1.2"].reason.fact == "part of the model's output"
 
 
 def test_model_that_cannot_run_in_train_mode_is_followed_in_eval_mode_with_a_note() -> None:
@@ -751,9 +772,42 @@ def test_weights_that_start_at_zero_do_not_hide_a_wrong_cut() -> None:
     assert difference(masked.double(), small.double(), (inputs.double(),), training=False) <= 1e-10
 
 
-def test_the_garbage_collector_is_as_before() -> None:
-    before = gc.get_threshold(), gc.isenabled()
-    pp.trace(nn.Linear(4, 2), torch.randn(1, 4))
-    with pytest.raises(pp.PruneError, match="does not run"):
-        pp.trace(nn.Linear(4, 2), torch.randn(1, 3))
-    assert (gc.get_threshold(), gc.isenabled()) == before
+class Collector:
+    """Stands for Python's garbage collector, and counts how often it is asked."""
+
+    def __init__(self, frozen: int) -> None:
+        self.frozen, self.asked = frozen, 0
+
+    def get_freeze_count(self) -> int:
+        self.asked += 1
+        return self.frozen
+
+    def freeze(self) -> None:
+        self.frozen += 100
+
+    def unfreeze(self) -> None:
+        self.frozen = 0
+
+
+def test_old_objects_are_excluded_from_garbage_collection_until_the_outermost_trace_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    collector, excluded = Collector(frozen=0), trace.OldObjects()
+    monkeypatch.setattr(trace, "gc", collector)
+    for _ in range(2):
+        with excluded:
+            with excluded:
+                assert collector.frozen == 100
+            assert collector.frozen == 100
+        assert collector.frozen == 0
+
+
+def test_objects_that_the_process_froze_stay_frozen_and_are_counted_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    collector, excluded = Collector(frozen=7), trace.OldObjects()
+    monkeypatch.setattr(trace, "gc", collector)
+    for _ in range(3):
+        with excluded:
+            assert collector.frozen == 7
+    assert (collector.frozen, collector.asked) == (7, 1)

@@ -140,7 +140,7 @@ def test_tracing_leaves_no_watched_numbers_behind() -> None:
 
 
 def number(size: int = 6) -> tuple[WatchedInt, SizeLog]:
-    log = SizeLog()
+    log = SizeLog(lambda: "")
     return watched_size(Value((2, size)), 1, log), log
 
 
@@ -177,10 +177,10 @@ def test_a_watched_number_is_a_number() -> None:
     assert type(copy.deepcopy(n)) is int and [0] * n == [0] * 6 and "ab" * n == "ab" * 6
     assert x.view(n * n).shape == (36,) and torch.zeros(n).shape == (6,)
     assert torch.equal(x * n, x * 6) and torch.equal(n * x, 6 * x) and {6: "six"}[n] == "six"
-    assert watched_count(Value((2, 6)), SizeLog()) == 12
+    assert watched_count(Value((2, 6)), SizeLog(lambda: "")) == 12
     assert n.source.value(lambda leaf: 0) == 0 and (12 // n).source.value(lambda leaf: 0) is None
 
 
 def test_comparisons_inside_torch_are_not_noted() -> None:
     model = Body2d(lambda net, h: net.rest(torch.nn.functional.group_norm(h, 4)))
-    assert not record(model, images(2, 8), training=True).sizes.decisions
+    assert not record(model, images(2, 8), training=True).decisions

@@ -18,11 +18,12 @@ from typer.main import get_group
 from typer.testing import CliRunner
 
 import polarprune as pp
-from polarprune.channels.group_table import folded
+from polarprune.channels.notes import Note, folded
 from polarprune.cli.app import app
 from polarprune.cli.demo import DigitsNet
 from polarprune.cli.experiments import app as experiments
 from polarprune.cli.lazy import LAZY_COMMANDS
+from polarprune.report.groups import graph_facts
 
 SOURCE = Path(pp.__file__).parent.parent
 DIGITS = "polarprune.cli.demo:DigitsNet"
@@ -161,17 +162,19 @@ def test_report_prints_the_file_as_json(folder: Path) -> None:
 
 def test_a_note_about_several_modules_is_printed_once() -> None:
     notes = [
-        "a.qkv: needs one",
-        "it is slow",
-        "b.qkv: needs one",
-        "b.qkv: other",
-        "c.qkv: needs one",
+        Note("needs one", ["a.qkv"]),
+        Note("it is slow"),
+        Note("needs one", ["b.qkv"]),
+        Note("other", ["b.qkv"]),
+        Note("needs one", ["c.qkv"]),
     ]
     assert folded(notes) == ["a.qkv (and 2 more): needs one", "it is slow", "b.qkv: other"]
     graph = replace(pp.trace(DigitsNet(), torch.randn(2, 1, 8, 8)), notes=tuple(notes))
     assert str(graph).count("needs one") == 1 and "note: a.qkv (and 2 more): needs one" in str(
         graph
     )
+    plan = {name: list(range(group.size)) for name, group in graph.prunable.items()}
+    assert graph_facts(graph, plan)["notes"][:3] == folded(notes)
 
 
 def test_another_missing_module_is_not_hidden() -> None:

@@ -49,7 +49,7 @@ def test_what_may_be_an_output_of_its_own_stays_one(form: str) -> None:
     """A dict with other keys, a bare tuple, a cache that the forward does not take or read."""
     graph = pp.trace(Decoder(form), {"input_ids": IDS})
     assert not heads(graph) and GENERATES not in graph.notes
-    assert graph.groups["attention.q"].reason == "part of the model's output"
+    assert graph.groups["attention.q"].reason.fact == "part of the model's output"
 
 
 def test_a_cache_with_which_the_model_does_not_run_counts_as_an_output_and_a_note_says_so() -> None:
@@ -66,9 +66,11 @@ def test_a_class_of_another_package_is_no_cache() -> None:
 
 
 def test_inputs_without_tokens_are_not_continued() -> None:
-    assert further_call(nn.Linear(2, 2), torch.zeros(1, 2)) == {}
+    none = further_call(nn.Linear(2, 2), torch.zeros(1, 2))
+    assert none.refusal.startswith("its inputs have no tokens") and not none.arguments
     given = {"input_ids": IDS, "past_key_values": Cache(KeysAndValues())}
-    assert further_call(Decoder("class"), given) == {}  # it goes on already
+    none = further_call(Decoder("class"), given)  # it goes on already
+    assert "holds a cache itself" in none.refusal and not none.arguments
 
 
 def test_arguments_that_only_share_a_name_with_those_of_transformers_are_no_tokens() -> None:
@@ -77,8 +79,17 @@ def test_arguments_that_only_share_a_name_with_those_of_transformers_are_no_toke
             return super().forward(input_ids * position_ids)
 
     example = {"input_ids": torch.randn(2, 4), "position_ids": torch.tensor(2.0)}
-    assert further_call(Own(4, 2), example) == {}
+    none = further_call(Own(4, 2), example)
+    assert "cannot be made from the example (IndexError: " in none.refusal and not none.arguments
     assert pp.trace(Own(4, 2), example).cost.original()["macs"] == 16
+
+
+def test_a_note_says_why_the_arguments_of_one_more_token_cannot_be_made() -> None:
+    positions = torch.tensor(2)  # without an axis, of which the last element could be taken
+    graph = pp.trace(Decoder("class"), {"input_ids": IDS, "position_ids": positions})
+    (note,) = [note for note in graph.notes if "cache" in note]
+    assert "one more token cannot be made from the example (IndexError: " in note
+    assert "have no tokens" not in note and "use_cache=False" in note
 
 
 # --- the arguments of one more token --------------------------------------------------------------
@@ -97,7 +108,7 @@ def test_one_more_token_is_what_a_longer_input_gives(kind: str) -> None:
     given = {"input_ids": IDS, "attention_mask": short, "position_ids": positions[:, :5]}
     with torch.no_grad():
         cache = model(**given)["past_key_values"]
-        more = model(**further_call(model, given), past_key_values=cache)["logits"]
+        more = model(**further_call(model, given).arguments, past_key_values=cache)["logits"]
         whole = model(longer, attention_mask=mask, position_ids=positions)["logits"]
     assert torch.allclose(more[:, 0], whole[:, -1], atol=1e-6)
     assert not torch.allclose(more[0, 0], more[1, 0], atol=1e-3)
@@ -121,7 +132,7 @@ def test_a_width_that_only_generation_reads_is_followed() -> None:
     graph = pp.trace(model, {"input_ids": IDS})
     assert graph.size_attributes["attention"].keys() == {"heads"}
     small = half(model, graph)
-    given = further_call(small, {"input_ids": IDS})
+    given = further_call(small, {"input_ids": IDS}).arguments
     with torch.no_grad():
         cache = small(IDS)["past_key_values"]
         assert small(**given, past_key_values=cache)["logits"].shape == (2, 1, 9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -66,3 +67,19 @@ def test_weights_that_nothing_writes_are_not_copied(monkeypatch: pytest.MonkeyPa
     with restored(model, training=False):
         model(torch.zeros(1, 4))
     assert not cloned
+
+
+def test_what_a_custom_train_wrote_before_it_failed_is_put_back() -> None:
+    class Failing(Adapter):
+        def train(self, mode: bool = True) -> Failing:
+            super().train(mode)
+            random.random(), torch.rand(1)
+            raise ValueError("no mode for me")
+
+    model = Failing("in place")
+    model.merged = True
+    weight, states = model.weight.detach().clone(), (random.getstate(), torch.get_rng_state())
+    with pytest.raises(ValueError, match="no mode"), restored(model, True):
+        pass
+    assert torch.equal(model.weight, weight) and model.merged
+    assert random.getstate() == states[0] and torch.equal(torch.get_rng_state(), states[1])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn, randn
 
 from polarprune.tracing.recorder import attempt, record
-from polarprune.tracing.shape_only import PLACEHOLDERS
+from polarprune.tracing.shape_only import PLACEHOLDERS, Zeros
 
 aten = torch.ops.aten
 conv, norm = aten.convolution.default, aten.native_batch_norm.default
@@ -75,7 +75,7 @@ LEFT_ALONE = [
 
 @pytest.mark.parametrize(("func", "args"), FITTING)
 def test_shape_layout_and_type_are_those_of_the_operation(func: Any, args: Any) -> None:
-    given, wanted = PLACEHOLDERS[func](*args), func(*args)
+    given, wanted = PLACEHOLDERS[func](Zeros(), *args), func(*args)
     pairs = zip(*([x] if isinstance(x, Tensor) else x for x in (given, wanted)), strict=True)
     for mine, real in pairs:
         assert mine.shape == real.shape and mine.dtype == real.dtype
@@ -84,22 +84,25 @@ def test_shape_layout_and_type_are_those_of_the_operation(func: Any, args: Any) 
 
 @pytest.mark.parametrize(("func", "args"), OTHERS)
 def test_what_does_not_fit_is_left_to_the_operation(func: Any, args: Any) -> None:
-    assert PLACEHOLDERS[func](*args) is None
+    assert PLACEHOLDERS[func](Zeros(), *args) is None
     with pytest.raises((RuntimeError, IndexError)):
         func(*args)
 
 
 @pytest.mark.parametrize(("func", "args"), LEFT_ALONE)
 def test_what_takes_more_thought_is_left_to_the_operation(func: Any, args: Any) -> None:
-    assert PLACEHOLDERS[func](*args) is None
+    assert PLACEHOLDERS[func](Zeros(), *args) is None
     func(*args)
 
 
 def test_channels_last_is_left_to_the_operation() -> None:
     x = randn(2, 3, 9, 9).to(memory_format=torch.channels_last)
-    assert PLACEHOLDERS[conv](x, randn(6, 3, 3, 3), None, *flat) is None
-    assert PLACEHOLDERS[norm](x, *statistics(True)) is None
-    assert PLACEHOLDERS[pool](x, [2, 2]) is None and PLACEHOLDERS[cat]([x, x], 1) is None
+    assert PLACEHOLDERS[conv](Zeros(), x, randn(6, 3, 3, 3), None, *flat) is None
+    assert PLACEHOLDERS[norm](Zeros(), x, *statistics(True)) is None
+    assert (
+        PLACEHOLDERS[pool](Zeros(), x, [2, 2]) is None
+        and PLACEHOLDERS[cat](Zeros(), [x, x], 1) is None
+    )
 
 
 class Picky(nn.Module):

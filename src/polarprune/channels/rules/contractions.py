@@ -10,7 +10,7 @@ from torch import Tensor
 from ...tracing.tape import Op, Value
 from ..labels import along, support
 from ..propagation import Choice, Contraction, Flow
-from ..reasons import HEADS_AS_WHOLE, ORIGIN, POINTWISE, because, for_origin
+from ..reasons import HEADS_AS_WHOLE, ORIGIN, POINTWISE, Reason, because, for_origin, unknown_origin
 from .elementwise import merge_bias
 from .products import batched_product, outer_product
 
@@ -37,7 +37,7 @@ def convolution(flow: Flow, op: Op) -> None:
     if shift is not None and outgoing is not None:
         flow.labels.join(shift, outgoing)
     out = op.outs[0]
-    flow.contractions[-1].factors.extend(layer.flatten() for layer in others)
+    flow.add_factors(layer.flatten() for layer in others)
     made = [] if outgoing is None else [along(outgoing, 1, len(out.shape))]
     flow.set(out, [*made, *others, *passed])
 
@@ -98,10 +98,8 @@ def _grouped_convolution(flow: Flow, op: Op, incoming: Tensor | None) -> Tensor 
     if first is None or incoming is None:
         for vector in (first, second, incoming):
             if vector is not None:
-                detail = f"{op.name} of {flow.describe(source)}"
-                fact = "no channels to follow"
-                flow.labels.freeze(vector, because(op, fact, detail=detail, remedy=ORIGIN))
-        flow.contractions.append(Contraction(op, [], [], []))
+                flow.labels.freeze(vector, _unknown_origin(flow, op, source))
+        flow.add_contraction(Contraction(op, [], [], []))
         return None
     width = source.shape[1] // groups
     made = weight.shape[1] if transposed else len(first) // groups
@@ -121,11 +119,15 @@ def _grouped_input(
     if made is not None and not transposed:
         rows = made.reshape(groups, -1)
         if rows.shape[1] == 1:
-            fact = "one channel for each of the input"
-            flow.labels.freeze(made, because(op, fact, remedy=ORIGIN))
+            fact, tensor = (
+                "makes one channel for each channel of its input",
+                flow.describe(op.args[0]),
+            )
+            reason = because(op, fact, detail=f"{op.name} of", tensor=tensor, remedy=ORIGIN)
+            flow.labels.freeze(made, reason)
         flow.labels.join(rows, rows[:1])
     makes = [] if made is None else [made]
-    flow.contractions.append(Contraction(op, makes, [], makes))
+    flow.add_contraction(Contraction(op, makes, [], makes))
     return made.repeat(groups) if transposed and made is not None else made
 
 
@@ -138,10 +140,11 @@ def _entire_groups(
     flow.labels.join(rows, arriving[:, :1])
     flow.labels.join(arriving, arriving[:, :1])
     if second is not None:
-        fact = "inside a group of a convolution, which is removed as a whole"
-        flow.labels.freeze(second, because(op, fact))
+        fact = "inside of a group of a convolution, of which all channels are pruned together"
+        tensor, remedy = flow.describe(weight), "use groups=1 to prune single channels"
+        flow.labels.freeze(second, because(op, fact, tensor=tensor, remedy=remedy))
     sites = [] if arriving.shape[1] == 1 else _sites(flow, op, first, weight)
-    flow.contractions.append(Contraction(op, [first], sites, [first]))
+    flow.add_contraction(Contraction(op, [first], sites, [first]))
     return rows[:, :1].expand(-1, weight.shape[1]).flatten() if transposed else first
 
 
@@ -154,13 +157,13 @@ def _same_channels_of_every_group(
     flow.labels.join(rows, rows[:1])
     inner, outer = (first, second) if transposed else (second, first)
     if inner is None:
-        flow.labels.freeze(incoming, because(op, "no channels to follow", remedy=ORIGIN))
+        flow.labels.freeze(incoming, _unknown_weight(flow, op, weight))
     else:
         flow.labels.join(arriving, inner.reshape(groups, -1) if transposed else inner[None])
     factors = [first] if second is None else [rows[0], second]
     sites = [] if inner is None else _sites(flow, op, inner, weight)
     makes = [] if outer is None else [outer]
-    flow.contractions.append(Contraction(op, factors, sites, makes))
+    flow.add_contraction(Contraction(op, factors, sites, makes))
     if not transposed:
         return first
     return None if second is None else second.repeat(groups)
@@ -174,10 +177,15 @@ def _sites(flow: Flow, op: Op, inner: Tensor, weight: Value) -> list[Tensor]:
     return []
 
 
-def _computed_weight(flow: Flow, op: Op, weight: Value) -> str:
-    detail = f"{op.name} with {flow.describe(weight)}"
+def _computed_weight(flow: Flow, op: Op, weight: Value) -> Reason:
     remedy = "compute the weight with torch.nn.utils.parametrize"
-    return because(op, "merged by a computed weight", detail=detail, remedy=remedy)
+    return because(
+        op,
+        "merged by a computed weight",
+        detail=f"{op.name} with",
+        tensor=flow.describe(weight),
+        remedy=remedy,
+    )
 
 
 # --- matrix products ------------------------------------------------------------------------------
@@ -208,7 +216,7 @@ def matmul(flow: Flow, op: Op) -> None:
     outer, other = (columns, rows) if weight is right else (rows, columns)
     _contract(flow, op, incoming, inner, weight, outer, source)
     if other is not None:  # rows carry channels too: the cost has degree three
-        flow.contractions[-1].factors.append(other)
+        flow.add_factors([other])
     flow.set(out, layers)
     for value in bias:
         merge_bias(flow, layers, value, dim)
@@ -225,7 +233,7 @@ def matvec(flow: Flow, op: Op) -> None:
     rows = flow.on(left, 0) if len(left.shape) == 2 else None
     _contract(flow, op, incoming, inner, weight, rows if weight is left else None, source)
     if weight is right and rows is not None:
-        flow.contractions[-1].factors.append(rows)
+        flow.add_factors([rows])
     flow.set(op.outs[0], [] if rows is None else [rows])
     for value in bias:
         merge_bias(flow, flow.layers(op.outs[0]), value, len(op.outs[0].shape))
@@ -267,8 +275,7 @@ def _choose_later(
     passed = flow.labels.fresh(len(known))[position]  # equal where the rows are equal
     outers = [] if outer is None else [outer]
     merging = Contraction(op, [inner, *outers, passed.flatten()], [inner], outers)
-    flow.contractions.append(merging)
-    flow.choices.append(Choice(merging, layer, axis, inner, passed))
+    flow.add_choice(Choice(merging, layer, axis, inner, passed))
     return passed
 
 
@@ -287,13 +294,13 @@ def _contract(
     """Join incoming channels with the input axis of a weight, and record the contraction.
 
     Args:
-        flow: the labels.
-        op: the operation.
-        incoming: labels of the incoming channels.
-        inner: labels along the input axis of the weight.
-        weight: the weight.
-        outer: labels along the output axis of the weight.
-        source: the other operand; the first argument of the operation unless given.
+        flow: The labels.
+        op: The operation.
+        incoming: Labels of the incoming channels.
+        inner: Labels along the input axis of the weight.
+        weight: The weight.
+        outer: Labels along the output axis of the weight.
+        source: The other operand; the first argument of the operation unless given.
     """
     outers = [] if outer is None else [outer]
     if incoming is None and any(flow.is_uniform(v) for v in op.inputs() if v is not weight):
@@ -302,18 +309,21 @@ def _contract(
         if inner is not None:
             flow.labels.freeze(inner, _unknown_origin(flow, op, source or op.args[0]))
         if incoming is not None:
-            fact = "merged with a tensor that has no channels to follow"
-            tensor = flow.describe(weight)
-            detail, remedy = f"{op.name} with {tensor}", for_origin(tensor, POINTWISE)
-            flow.labels.freeze(incoming, because(op, fact, detail=detail, remedy=remedy))
-        flow.contractions.append(Contraction(op, outers, [], outers))
+            flow.labels.freeze(incoming, _unknown_weight(flow, op, weight))
+        flow.add_contraction(Contraction(op, outers, [], outers))
         return
     flow.labels.join(incoming, inner)
     sites = _sites(flow, op, inner, weight)
-    flow.contractions.append(Contraction(op, [inner, *outers], sites, outers))
+    flow.add_contraction(Contraction(op, [inner, *outers], sites, outers))
 
 
-def _unknown_origin(flow: Flow, op: Op, source: Value) -> str:
-    detail = f"{op.name} of {flow.describe(source)}"
-    fact = "reads channels of unknown origin (or the input)"
-    return because(op, fact, detail=detail, remedy=ORIGIN)
+def _unknown_origin(flow: Flow, op: Op, source: Value) -> Reason:
+    return unknown_origin(op, "reads", flow.describe(source), detail=f"{op.name} of")
+
+
+def _unknown_weight(flow: Flow, op: Op, weight: Value) -> Reason:
+    """Return the reason for channels that a weight merges along an axis without labels."""
+    tensor = flow.describe(weight)
+    fact = "merged with a tensor that has no known channels"
+    remedy = for_origin(tensor, POINTWISE)
+    return because(op, fact, detail=f"{op.name} with", tensor=tensor, remedy=remedy)

@@ -51,7 +51,7 @@ def merge(flow: Flow, merged: list[Tensor], layer: Tensor) -> None:
         if set(support(other)) & set(support(layer)):
             wide, narrow = (other, layer) if other.numel() >= layer.numel() else (layer, other)
             if set(support(narrow)) < set(support(wide)):
-                flow.pending_joins.append((wide, narrow))
+                flow.join_later(wide, narrow)
             else:
                 flow.labels.join(wide, narrow)
             merged[i] = wide
@@ -136,11 +136,11 @@ def write(flow: Flow, op: Op) -> None:
     if all(fits(layer, base.shape) for layer in flow.layers(source)):
         flow.set(base, flow.layers(source))
     else:
-        detail = f"{op.name} into {flow.describe(base)}"
+        detail, tensor = f"{op.name} into", flow.describe(base)
         remedy = "build the tensor with torch.cat instead"
         fact = "written into part of another tensor"
-        flow.freeze(source, because(op, fact, detail=detail, remedy=remedy))
-        flow.uniform_values -= {v for v in flow.uniform_values if base in (v, v.base)}
+        flow.freeze(source, because(op, fact, detail=detail, tensor=tensor, remedy=remedy))
+        flow.unmark_uniform(base)
 
 
 def fits(layer: Tensor, shape: tuple[int, ...]) -> bool:

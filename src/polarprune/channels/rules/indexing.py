@@ -38,14 +38,14 @@ def index(flow: Flow, op: Op) -> None:
 def _reordered(flow: Flow, op: Op, layer: Tensor, axis: int, order: Value) -> list[Tensor]:
     """Return the labels of channels in a constant order, or freeze them if it is not constant.
 
-    The code holds the numbers of channels, so it has to be rewritten for other widths.
+    The code spells out indices of channels, so it has to be rewritten for other widths.
     """
-    numbers = flow.constant_index(order)
-    if numbers is None:
+    indices = flow.constant_index(order)
+    if indices is None:
         flow.labels.freeze(layer, picked_by_index(op))
         return []
-    flow.channel_counts.append((op, layer, axis))
-    moved = layer.index_select(axis, numbers % layer.shape[axis])
+    flow.count_channels(op, layer, axis)
+    moved = layer.index_select(axis, indices % layer.shape[axis])
     if not order.name and support(moved) == (axis,):  # spelled out in the code: one per channel
         flow.set(order, [moved.flatten()])
     return [moved]
@@ -92,7 +92,7 @@ def embedding(flow: Flow, op: Op) -> None:
     if vector is None:
         flow.set(out, [])
         return
-    flow.embedding_channels.append(vector)
+    flow.add_embedding(vector)
     flow.set(out, [along(vector, len(out.shape) - 1, len(out.shape))])
 
 
@@ -140,10 +140,10 @@ def _write_rows(flow: Flow, op: Op, values: Value, axis: int | None) -> None:
     """Join the labels of target and values along all axes except the indexed one.
 
     Args:
-        flow: the labels.
-        op: the operation; its first argument is the target.
-        values: the tensor that is written.
-        axis: the indexed axis, or None if the indices differ between channels.
+        flow: The labels.
+        op: The operation; its first argument is the target.
+        values: The tensor that is written.
+        axis: The indexed axis, or None if the indices differ between channels.
     """
     target, out = op.args[0], op.outs[0]
     merged = list(flow.layers(target))

@@ -9,8 +9,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ...tracing.tape import Op, Value
 from .. import labels as lab
 from ..labels import along, compress, support
-from ..propagation import AtLeast, Flow
-from ..reasons import ORIGIN, POINTWISE, because, for_origin
+from ..propagation import Flow
+from ..reasons import POINTWISE, because, unknown_origin
 from .elementwise import fits, freeze_unlabelled, merge
 
 # --- views and permutations -----------------------------------------------------------------------
@@ -65,7 +65,7 @@ def squeeze(flow: Flow, op: Op) -> None:
     for layer in flow.layers(source):
         for axis in axes & set(support(layer)):
             why = f"squeeze would take away an axis of one channel in {op.where}"
-            flow.at_least.append(AtLeast(layer, axis, 2, why))
+            flow.require(layer, axis, 2, why)
     movement(flow, op)
 
 
@@ -118,7 +118,7 @@ def restride(flow: Flow, op: Op) -> None:
         return same(flow, op)
     remedy = "use view, permute or indexing instead"
     fact = f"{op.name} reads memory with other strides"
-    flow.freeze(source, because(op, fact, detail=flow.describe(source), remedy=remedy))
+    flow.freeze(source, because(op, fact, tensor=flow.describe(source), remedy=remedy))
 
 
 def shuffle(flow: Flow, op: Op) -> None:
@@ -134,7 +134,7 @@ def shuffle(flow: Flow, op: Op) -> None:
 
 
 def cut(flow: Flow, op: Op) -> None:
-    """slice, split_with_sizes: part of an axis, by numbers that count channels."""
+    """slice, split_with_sizes: part of an axis, by integers that count channels."""
     source = op.args[0]
     position = next(i for i, a in enumerate(op.func._schema.arguments) if a.name == "dim")
     axis = source.axis(op.args[position] if len(op.args) > position else op.kwargs.get("dim", 0))
@@ -142,7 +142,7 @@ def cut(flow: Flow, op: Op) -> None:
         return flow.mark_uniform(op.outs[0])
     for layer in flow.layers(source):
         if axis in support(layer) and op.outs[0].shape[axis] != source.shape[axis]:
-            flow.channel_counts.append((op, layer, axis))
+            flow.count_channels(op, layer, axis)
             _freeze_repeated(flow, op, layer, axis)
             if op.name == "slice" and len(op.args) > 4 and op.args[4] != 1:
                 _slice_with_step(flow, op, layer, axis)
@@ -160,7 +160,7 @@ def _slice_with_step(flow: Flow, op: Op, layer: Tensor, axis: int) -> None:
 
 
 def select(flow: Flow, op: Op) -> None:
-    """select: one index of an axis, by a number that counts channels.
+    """select: one index of an axis, by an integer that counts channels.
 
     If the result is discarded, any channel will do, and there only have to be enough.
     """
@@ -169,12 +169,12 @@ def select(flow: Flow, op: Op) -> None:
     for layer in flow.layers(source):
         if axis in support(layer):
             if flow.labels.binding:
-                flow.channel_counts.append((op, layer, axis))
+                flow.count_channels(op, layer, axis)
                 _freeze_repeated(flow, op, layer, axis)
             else:
                 why = f"{op.name} takes index {index} in {op.where}, and its result is not used"
                 needed = index + 1 if index >= 0 else -index
-                flow.at_least.append(AtLeast(layer, axis, needed, why))
+                flow.require(layer, axis, needed, why)
     movement(flow, op)
 
 
@@ -184,7 +184,7 @@ def _freeze_repeated(flow: Flow, op: Op, layer: Tensor, axis: int) -> None:
     For images of another size the same indices would belong to other channels.
     """
     if support(layer) == (axis,) and len(layer.unique()) < layer.shape[axis]:
-        fact = f"{op.name} picks places of flattened channels by number"
+        fact = f"{op.name} picks elements of flattened channels by position"
         flow.labels.freeze(layer, because(op, fact, remedy="slice before flattening"))
 
 
@@ -197,7 +197,7 @@ def split(flow: Flow, op: Op) -> None:
     for layer in flow.layers(source):
         if axis in support(layer):
             if len(sizes) > 1:
-                flow.channel_counts.append((op, layer, axis))
+                flow.count_channels(op, layer, axis)
             else:
                 rows = layer.unflatten(axis, (len(op.outs), -1))
                 flow.labels.join(rows, rows.narrow(axis, 0, 1))
@@ -251,9 +251,8 @@ def _new_piece(flow: Flow, op: Op, part: Value, axis: int) -> Tensor:
         flow.set(part, [*flow.layers(part), piece])
     else:
         tensor = flow.describe(part)
-        fact = "joined with channels of unknown origin"
-        detail, remedy = f"{op.name} with {tensor}", for_origin(tensor, ORIGIN)
-        flow.labels.freeze(piece, because(op, fact, detail=detail, remedy=remedy))
+        reason = unknown_origin(op, "joined with", tensor, detail=f"{op.name} with")
+        flow.labels.freeze(piece, reason)
     return piece
 
 
@@ -288,12 +287,12 @@ def pad(flow: Flow, op: Op) -> None:
 def _padded(flow: Flow, op: Op, layer: Tensor, axis: int, amounts: tuple[int, int]) -> Tensor:
     """Return the layer with new labels before and after the old ones along an axis."""
     rest = tuple(other for other in support(layer) if other != axis)
-    if rest:  # places within a head: entire heads are removed
+    if rest:  # positions within a head: entire heads are removed
         return flow.labels.flatten_onto(layer, rest)
     if min(amounts) < 0:
         fact = "channels are cropped by negative padding"
         flow.labels.freeze(layer, because(op, fact, remedy="slice them instead"))
         return layer
     before, after = (along(flow.labels.fresh(n), axis, layer.dim()) for n in amounts)
-    flow.channel_counts.append((op, layer, axis))
+    flow.count_channels(op, layer, axis)
     return torch.cat([before, layer, after], axis)

@@ -31,12 +31,12 @@ def outer_product(flow: Flow, op: Op, left: Value, right: Value) -> None:
     for layer in unmatched:
         flow.labels.freeze(layer, because(op, "batched product of channels", remedy=POINTWISE))
     vectors = [layer.flatten() for layer in kept]
-    flow.contractions.append(Contraction(op, vectors, [], vectors))
+    flow.add_contraction(Contraction(op, vectors, [], vectors))
     flow.set(op.outs[0], kept)
 
 
 def _correspond(layer: Tensor, other: Tensor) -> bool:
-    """Return True if two layers have the same shape and distinguish the same places."""
+    """Return True if two layers have the same shape and distinguish the same positions."""
     if layer.shape != other.shape:
         return False
     pairs = torch.stack([layer.flatten(), other.flatten()])
@@ -102,5 +102,5 @@ def _add_product(flow: Flow, op: Op, merged: list[Tensor]) -> None:
     for vector in vectors[2:]:
         fact = "product of several sets of channels"
         flow.labels.freeze(vector, because(op, fact, remedy=POINTWISE))
-    flow.contractions.append(Contraction(op, vectors[:2], [], vectors[:2]))
+    flow.add_contraction(Contraction(op, vectors[:2], [], vectors[:2]))
     flow.set(op.outs[0], merged)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ...tracing.tape import Op, Value
 from ..labels import along, support, with_leading_axes
-from ..propagation import AtLeast, Flow
-from ..reasons import ORIGIN, POINTWISE, because, mixes
+from ..propagation import Flow
+from ..reasons import POINTWISE, because, mixes, unknown_origin
 
 _WEIGHABLE = ("mean", "sum", "var", "var_mean", "linalg_vector_norm")
 
@@ -72,7 +72,7 @@ def _weight_or_freeze(flow: Flow, op: Op, layer: Tensor) -> None:
         flow.labels.freeze(layer, mixes(op))
     elif "var" in op.name and _is_unbiased(op):  # undefined for a single channel
         why = f"{op.name} over channels in {op.where}"
-        flow.at_least.append(AtLeast(layer, support(layer)[0], 2, why))
+        flow.require(layer, support(layer)[0], 2, why)
 
 
 def _is_unbiased(op: Op) -> bool:
@@ -114,7 +114,7 @@ def unpool(flow: Flow, op: Op) -> None:
 
 
 def patches(flow: Flow, op: Op) -> None:
-    """im2col, col2im: a channel takes as many places along the axis as the kernel has elements."""
+    """im2col, col2im: each channel has one index along the axis for each element of the kernel."""
     source, out = op.args[0], op.outs[0]
     sizes = op.args[1] if op.name == "im2col" else op.args[2]
     axis = len(source.shape) - (3 if op.name == "im2col" else 2)
@@ -168,9 +168,8 @@ def channel_norm(flow: Flow, op: Op) -> None:
         if vector is not None and channels is not None:
             flow.labels.join(vector, channels)
         elif vector is not None:
-            fact = f"{op.name} normalises channels of unknown origin"
-            detail = flow.describe(source)
-            flow.labels.freeze(vector, because(op, fact, detail=detail, remedy=ORIGIN))
+            tensor = flow.describe(source)
+            flow.labels.freeze(vector, unknown_origin(op, f"{op.name} normalises", tensor))
     for out in op.outs:
         if len(out.shape) == len(source.shape):
             flow.set(out, flow.layers(source))

@@ -62,8 +62,8 @@ def by_tag(flow: Flow, op: Op) -> None:
     labelled = [value for value in op.inputs() if flow.layers(value)]
     for value in labelled:
         flow.freeze(value, unknown_operation(op))
-    if labelled and flow.labels.binding:
-        flow.unknown.setdefault(str(op.func), op.where)
+    if labelled:
+        flow.note_unknown(op)
 
 
 def _table() -> dict[object, Rule]:

@@ -15,17 +15,19 @@ from dataclasses import dataclass, replace
 from torch import nn
 from torch.nn.modules import container
 
-from ..channels.graph import Graph, Place
+from ..channels.graph import Graph, Location
+from ..channels.notes import Note
+from ..rewriting.captured_forward import Refused
+from .attribute_reads import attributes_read
 from .inspection import Inspection
-from .number_reads import numbers_read
 from .other_forwards import OtherForwards
 from .repairs import PLANS
 from .trial_cuts import TrialCuts, trial_plan, trial_units
 
-# An axis in every module of a class: of an operation's tensor (three numbers), of a parameter by
+# An axis in every module of a class: of an operation's tensor (three integers), of a parameter by
 # its name in the module, or of an input of the model.
 _Key = tuple[int, int, int] | tuple[str, int]
-_Choice = dict[str, Place]  # module -> the width that the integer follows there
+_Choice = dict[str, Location]  # module -> the width that the integer follows there
 _INPUT = "input "  # no name of a parameter contains a space
 _CONTAINERS = (nn.Module, *(getattr(container, name) for name in container.__all__))
 # By torch's convention, integers with these names do not count channels.
@@ -33,7 +35,7 @@ _NO_WIDTHS = {"kernel_size", "stride", "padding", "output_padding", "dilation", 
 
 
 @dataclass(frozen=True)
-class _Number:
+class _Attribute:
     """An integer attribute of the modules of a class."""
 
     name: str
@@ -44,7 +46,7 @@ class _Number:
         return f"{path + '.' if path else ''}{self.name} = {value}"
 
 
-def follow_unread_numbers(inspection: Inspection, graph: Graph) -> Graph:
+def follow_unread_attributes(inspection: Inspection, graph: Graph) -> Graph:
     """Return a graph in which integers that held a width follow it, with a note on unclear ones.
 
     Trial cuts confirm that the model does not use these integers for something else.
@@ -52,25 +54,33 @@ def follow_unread_numbers(inspection: Inspection, graph: Graph) -> Graph:
     if not graph.prunable:
         return graph
     sizes, certain = _Sizes(graph), list[tuple[str, _Choice]]()
-    others, doubtful = OtherForwards(inspection.model, inspection.example), list[_Number]()
-    numbers = list(_numbers(inspection, graph))
-    held = {(path, number.name) for _, number in numbers for path in number.values}
-    read = numbers_read(inspection.model, inspection.example, held)
-    for family, number in numbers:
-        if any((path, number.name) in read for path in number.values):
+    others, doubtful = OtherForwards(inspection.model, inspection.example), list[_Attribute]()
+    attributes = list(_attributes(inspection, graph))
+    held = {(path, attribute.name) for _, attribute in attributes for path in attribute.values}
+    read = attributes_read(inspection.model, inspection.example, held)
+    if isinstance(read, Refused):
+        text = (
+            f"a cut does not change integers such as {attributes[0][1]}, because it could not be "
+            f"found out which of them the forward reads ({read}); check them after a cut"
+        )
+        return replace(graph, notes=(*graph.notes, Note(text)))
+    for family, attribute in attributes:
+        if any((path, attribute.name) in read for path in attribute.values):
             continue
-        found = sizes.choices(number)
+        found = sizes.choices(attribute)
         if len(found) > 1:
-            tried = [_following(graph, [(number.name, choice)]) for choice in found]
+            tried = [_following(graph, [(attribute.name, choice)]) for choice in found]
             known = others.only_fitting(family, tried)
-            doubtful += [number] * (known is None)
+            doubtful += [attribute] * (known is None)
             found = [] if known is None else [found[known]]
-        certain += [(number.name, choice) for choice in found if choice]
+        certain += [(attribute.name, choice) for choice in found if choice]
     graph = _confirmed(inspection, graph, certain)
     return replace(graph, notes=(*graph.notes, *_note(doubtful)))
 
 
-def _numbers(inspection: Inspection, graph: Graph) -> Iterator[tuple[type[nn.Module], _Number]]:
+def _attributes(
+    inspection: Inspection, graph: Graph
+) -> Iterator[tuple[type[nn.Module], _Attribute]]:
     """Yield the integers that may be widths, each with the class that has it.
 
     Layers of torch are skipped: their class determines which integers a cut changes.
@@ -85,7 +95,7 @@ def _numbers(inspection: Inspection, graph: Graph) -> Iterator[tuple[type[nn.Mod
             values = {path: mine[name] for path, mine in held.items() if name in mine}
             followed = any(name in graph.size_attributes.get(path, {}) for path in values)
             if max(values.values()) > 1 and not followed:
-                yield family, _Number(name, values)
+                yield family, _Attribute(name, values)
 
 
 def _is_layer_of_torch(module: nn.Module) -> bool:
@@ -103,8 +113,8 @@ def _following(graph: Graph, choices: Iterable[tuple[str, _Choice]]) -> Graph:
     """Return a graph in which these integers follow these widths."""
     found = dict(graph.size_attributes)
     for name, choice in choices:
-        for path, place in choice.items():
-            found[path] = {**found.get(path, {}), name: place}
+        for path, location in choice.items():
+            found[path] = {**found.get(path, {}), name: location}
     return graph.with_size_attributes(found)
 
 
@@ -115,7 +125,7 @@ def _confirmed(
     trial, choices = TrialCuts(inspection.model, inspection.example), list(choices)
     for tried in [choices, *([choice] for choice in choices)] if choices else []:
         new = _following(graph, tried)
-        plans = (trial_plan(new, seed) for seed in sorted(inspection.seeds))
+        plans = (trial_plan(new, seed) for seed in sorted(inspection.findings.seeds))
         if not any(trial.mismatch(new, plan, mode=k % 2) for k, plan in enumerate(plans)):
             if tried is choices:
                 return new
@@ -123,11 +133,11 @@ def _confirmed(
     return graph
 
 
-def _note(doubtful: Iterable[_Number]) -> list[str]:
-    """Return one note that lists the numbers that may be widths, if there are any."""
+def _note(doubtful: Iterable[_Attribute]) -> list[Note]:
+    """Return one note that lists the attributes that may be widths, if there are any."""
     listed = ", ".join(map(str, doubtful))
     why = "equal to several sizes, so a cut leaves them; code outside of the forward may read them"
-    return [f"{listed}: {why}"] if listed else []
+    return [Note(why, [listed])] if listed else []
 
 
 class _Sizes:
@@ -144,25 +154,25 @@ class _Sizes:
                 inside = self._shapes.setdefault(".".join(parts[:k]), {})
                 inside[".".join(parts[k:])] = shape
 
-    def choices(self, number: _Number) -> list[_Choice]:
+    def choices(self, attribute: _Attribute) -> list[_Choice]:
         """Return the different ways in which an integer may follow widths; {} if it stays."""
         found: dict[tuple[int, ...], _Choice] = {}
-        for key in self._nearest_keys(number):
+        for key in self._nearest_keys(attribute):
             widths, choice = list[int](), _Choice()
-            for path, value in number.values.items():
+            for path, value in attribute.values.items():
                 mine = self._widths(path, key, value)
                 widths += mine
                 if set(mine) != {value}:
-                    choice[path] = _place(path, key)
+                    choice[path] = _location(path, key)
             found.setdefault(tuple(widths), choice)
         return list(found.values())
 
-    def _nearest_keys(self, number: _Number) -> list[_Key]:
+    def _nearest_keys(self, attribute: _Attribute) -> list[_Key]:
         """Return the axes with this size in all modules, at the least depth that has any."""
         deepest = max(len(name.split(".")) for name in self.graph.shapes)
-        inputs = set.intersection(*(set(self._in_inputs(x)) for x in number.values.values()))
+        inputs = set.intersection(*(set(self._in_inputs(x)) for x in attribute.values.values()))
         for depth in range(deepest):
-            equal = [set(self._at(depth, path, x)) for path, x in number.values.items()]
+            equal = [set(self._at(depth, path, x)) for path, x in attribute.values.items()]
             keys = set.intersection(*equal)
             if keys:
                 return sorted(keys | inputs, key=str)
@@ -187,11 +197,11 @@ class _Sizes:
         """Return what every plan leaves of an axis."""
         if isinstance(key[0], str) and key[0].startswith(_INPUT):
             return [value] * len(self._plans)
-        place = _place(path, key)
-        return [self.graph.width(path, place, alive) for alive in self._plans]
+        location = _location(path, key)
+        return [self.graph.width(path, location, alive) for alive in self._plans]
 
 
-def _place(path: str, key: _Key) -> Place:
+def _location(path: str, key: _Key) -> Location:
     """Return where a module of the class has this axis."""
     if len(key) == 3:
         return key

@@ -9,37 +9,41 @@ from collections.abc import Callable
 
 from torch import nn
 
+from ..rewriting.captured_forward import Refused
 from ..surgery.proof import eval_answer
 from ..torch_internals.class_swaps import derive_class
 from ..tracing.copying import copy_model
 from ..tracing.model_state import Example
 
-Number = tuple[str, str]  # path of the module, name of the attribute
+Attribute = tuple[str, str]  # path of the module, name of the attribute
 
 
-def numbers_read(model: nn.Module, example: Example, numbers: set[Number]) -> set[Number]:
+def attributes_read(
+    model: nn.Module, example: Example, attributes: set[Attribute]
+) -> set[Attribute] | Refused:
     """Return which of these attributes are read when the model runs on the example.
 
-    A copy of the model runs, and its modules note what is read. If that is impossible, all of them
-    count as read.
+    A copy of the model runs, and its modules note what is read. If that is impossible, the result
+    is the reason.
     """
-    read: set[Number] = set()
-    if not numbers:
+    read: set[Attribute] = set()
+    if not attributes:
         return read
     try:
         copy = copy_model(model)
-        for path in {path for path, _ in numbers}:
-            names = {name for owner, name in numbers if owner == path}
+        for path in {path for path, _ in attributes}:
+            names = {name for owner, name in attributes if owner == path}
             module = copy.get_submodule(path)
             derive_class(module, {"__getattribute__": _noting(type(module), path, names, read)})
         eval_answer(copy, example)
-    except Exception:  # a class may not allow subclasses, or copies of its instances
-        return numbers
+    except Exception as error:  # a class may not allow subclasses, or copies of its instances
+        line = (str(error).strip().splitlines() or [""])[0]
+        return Refused(f"{type(error).__name__}: {line}")
     return read
 
 
 def _noting(
-    family: type[nn.Module], path: str, names: set[str], read: set[Number]
+    family: type[nn.Module], path: str, names: set[str], read: set[Attribute]
 ) -> Callable[[nn.Module, str], object]:
     """Return a `__getattribute__` that notes reads of these names."""
 

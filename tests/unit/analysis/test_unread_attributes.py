@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 import polarprune as pp
 from polarprune import PruneError
-from polarprune.analysis.number_reads import numbers_read
+from polarprune.analysis import unread_attributes
+from polarprune.analysis.attribute_reads import attributes_read
+from polarprune.rewriting.captured_forward import Refused
 
 
 class Split(nn.Module):
@@ -52,12 +54,31 @@ IMAGES = torch.randn(2, 3, 8, 8)
 
 
 def test_an_integer_that_the_forward_reads_is_left_to_the_trial_cuts() -> None:
-    read = numbers_read(net(Reads), IMAGES, {("1", "c"), ("3", "c")})
+    read = attributes_read(net(Reads), IMAGES, {("1", "c"), ("3", "c")})
     assert read == {("1", "c"), ("3", "c")}
-    assert numbers_read(net(Blind), IMAGES, {("1", "c")}) == set()
+    assert attributes_read(net(Blind), IMAGES, {("1", "c")}) == set()
     model = net(Reads)
     assert pp.trace(model, IMAGES).size_attributes == {}
     assert model[1].c == 8 and type(model[1]) is Reads
+
+
+class Once(Blind):
+    """A block that cannot be copied."""
+
+    def __deepcopy__(self, memo: object) -> Once:
+        raise TypeError("only one exists")
+
+
+def test_a_note_says_why_it_is_not_known_which_integers_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = attributes_read(net(Once), IMAGES, {("1", "c")})
+    assert isinstance(found, Refused) and found.reason == "TypeError: only one exists"
+    monkeypatch.setattr(unread_attributes, "attributes_read", lambda *given: found)
+    graph = pp.trace(net(Blind), IMAGES)
+    (note,) = graph.notes
+    assert "integers such as 1.c = 8" in note and "(TypeError: only one exists)" in note
+    assert graph.size_attributes == {}
 
 
 def cut(model: nn.Module, x: Tensor = IMAGES, share: float = 0.5) -> nn.Module:
