@@ -39,7 +39,8 @@ class _LayerTracer(OneThreadTracer):
     def create_proxy(self, kind: str, target: Target, *args: Any, **kwargs: Any) -> Any:
         """Return a tuple for `x.chunk(2)`, so that `list(x.chunk(2))` works."""
         proxy: Any = super().create_proxy(kind, target, *args, **kwargs)
-        proxy.node.meta[SOURCE_LINE] = user_line()
+        if kind.startswith("call"):
+            proxy.node.meta[SOURCE_LINE] = user_line()
         pieces = proxy.node.args[1] if target in ("chunk", torch.chunk) else None
         return tuple(proxy[i] for i in range(pieces)) if isinstance(pieces, int) else proxy
 
