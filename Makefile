@@ -15,8 +15,9 @@ demo: venv
 
 # One thread per worker: two workers share two cores without fighting for them. Each gets half of the
 # tests in their order, so that tests of one network share its trace, and takes from the other later.
+# Bytecode is kept, also where the environment forbids it: the commands that tests start import a lot.
 test: venv
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # Random networks, traced, cut, trained, exported and compared; failures are printed as small classes.
 fuzz: venv

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from ..channels.graph import FROZEN, Graph
 from ..errors import PruneError
+from ..tracing.model_state import on_host
 from .families import FamilyIndex, FamilyLimits
 from .resources import Cost, Resource
 from .width_search import WidthSearch
@@ -73,7 +74,7 @@ class Budget:
     """
 
     def __init__(self, graph: Graph, limits: dict[str, float], multiple_of: int | str = 1) -> None:
-        with torch.device("cpu"):  # whatever the user's default device is
+        with on_host():
             self._build(graph, limits, multiple_of)
 
     def _build(self, graph: Graph, limits: dict[str, float], multiple_of: int | str) -> None:
@@ -177,7 +178,7 @@ class Budget:
 
     def blocks(self, alpha: Tensor, importance: Tensor | None = None) -> Blocks:
         """Return the blocks that may close, in order; importance is |α| by default."""
-        with torch.device("cpu"):
+        with on_host():
             return self._sort(alpha, _importance(alpha, importance))
 
     def _sort(self, alpha: Tensor, importance: Tensor) -> Blocks:

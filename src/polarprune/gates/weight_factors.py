@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..tracing.model_state import on_host
 from .gate import GatedWeight
 
 _RUN = 64  # elements that are added up in one row
@@ -113,7 +114,7 @@ class ElementFactors:
         self.readers, self.sizes = readers, sizes
         self.forms = [(weight.shape, weight.stride()) for weight in weights]
         self.device = weights[0].device
-        with torch.device("cpu"):  # whatever the user's default device is
+        with on_host():
             index = torch.cat(
                 [self._index(*one) for one in zip(weights, parts, readers, strict=True)]
             )

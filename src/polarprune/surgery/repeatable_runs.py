@@ -90,6 +90,6 @@ def repeatable(model: nn.Module, training: bool) -> Iterator[None]:
         no_autocast[0],
         no_autocast[1],
     ):
-        seed_generators(0, {x.device for _, x in named_tensors(model) if x.is_cuda})
+        seed_generators(0, (x.device for _, x in named_tensors(model) if x.is_cuda))
         settle_weights(model)
         yield

@@ -39,12 +39,14 @@ def convolutions_tuned() -> Iterator[None]:
 def seed_generators(seed: int, devices: Iterable[torch.device] = ()) -> None:
     """Seed the generators of the CPU and of these GPUs; the caller restores them.
 
+    The devices are not asked for as long as no GPU is in use.
+
     `torch.manual_seed` also notes the seed for every kind of device that is not in use yet, with a
     stack trace each time. That is slow, and would override the user's seed when the device is used.
     """
     torch.default_generator.manual_seed(seed)
     if not torch.cuda.is_initialized():
         return
-    for device in devices:
+    for device in set(devices):
         with torch.cuda.device(device):
             torch.cuda.manual_seed(seed)
