@@ -16,6 +16,9 @@ demo: venv
 # One thread per worker: two workers share two cores without fighting for them. Each gets half of the
 # tests in their order, so that tests of one network share its trace, and takes from the other later.
 # Bytecode is kept, also where the environment forbids it: the commands that tests start import a lot.
+# glibc keeps the memory that was freed, because tests allocate tensors of the same sizes again.
+test: export MALLOC_TRIM_THRESHOLD_ = 2000000000
+test: export MALLOC_MMAP_THRESHOLD_ = 2000000000
 test: venv
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal
 

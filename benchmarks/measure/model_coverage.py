@@ -90,7 +90,7 @@ def look(model: Any, example: Any, norms: bool) -> dict[str, Any]:
         for parameter in masked.parameters():
             spread = float(parameter.std()) if parameter.numel() > 1 else 0.0
             parameter.add_((0.1 * spread or 0.1) * torch.randn_like(parameter))
-    fold(masked, graph, graph.alive(plan).double())
+    fold(masked, graph, graph.kept_units(plan).double())
     with measured(spent, "cut"):
         small = pp.shrink(masked, graph, plan)
     with StaysDouble():

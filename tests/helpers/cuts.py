@@ -60,7 +60,7 @@ def plans(graph: Graph) -> Iterator[Plan]:
 
 def masked(model: nn.Module, graph: Graph, plan: Plan) -> nn.Module:
     model = copy.deepcopy(model)
-    fold(model, graph, graph.alive(plan).double())
+    fold(model, graph, graph.kept_units(plan).double())
     return model
 
 

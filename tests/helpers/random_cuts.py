@@ -60,7 +60,7 @@ def cut(
 def cut_at_random(model: nn.Module, graph: Graph, inputs: Inputs) -> Cut:
     plan = some_plan(graph)
     masked = copy.deepcopy(model)
-    fold(masked, graph, graph.alive(plan).double())
+    fold(masked, graph, graph.kept_units(plan).double())
     small = pp.shrink(masked, graph, plan)
     assert prove_equal(masked, small, inputs, 1e-10).differences.keys() == {"eval", "train"}
     for training in (False, True):  # the comparison is of something, and can fail

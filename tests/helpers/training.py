@@ -105,7 +105,7 @@ def cut_error(model: nn.Module, graph: Graph, *examples: Any, plans: int = 4) ->
         plan = random_plan(graph, seed)
         small = pp.shrink(model, graph, plan)
         masked = copy.deepcopy(model)
-        fold(masked, graph, graph.alive(plan).double())
+        fold(masked, graph, graph.kept_units(plan).double())
         for given in examples:
             one, other = masked(*given), small(*given)
             assert one.shape == other.shape and one.isfinite().all()

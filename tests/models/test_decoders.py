@@ -127,7 +127,7 @@ def cut(model: nn.Module, example: dict[str, Any]) -> tuple[Any, Any, nn.Module]
         order = torch.randperm(group.size, generator=generator)
         plan[name] = sorted(order[: (group.size + 1) // 2].tolist())
     masked = copy.deepcopy(model)
-    fold(masked, graph, graph.alive(plan).double())
+    fold(masked, graph, graph.kept_units(plan).double())
     return graph, masked, pp.shrink(masked, graph, plan)
 
 

@@ -127,9 +127,9 @@ def test_an_index_that_is_taken_for_its_shape_only_freezes_nothing(index: int, l
     assert (group.size, group.minimum) == (16, least) and not graph.rewritten
     for count in (least, 9):
         kept = torch.randperm(16)[:count]
-        alive = graph.alive({"a": kept.tolist()})
+        kept_units = graph.kept_units({"a": kept.tolist()})
         masked = copy.deepcopy(model)
-        fold(masked, graph, alive.double())
+        fold(masked, graph, kept_units.double())
         small = pp.shrink(model, graph, {"a": kept.tolist()})
         for x in (images(4, 8), *OTHERS):
             torch.testing.assert_close(small(x), masked(x))

@@ -245,9 +245,9 @@ def test_closing_what_follows_takes_no_group_below_its_minimum() -> None:
     model = Auxiliary(throw_away)
     graph = pp.trace(model, images(4, 8))
     graph = graph.with_minimum(dict.fromkeys(graph.prunable, 1))
-    alive = graph.alive({"side": [3]})
-    alive[graph.groups["side"].offset + 3] = False  # what reads b there is closed
-    settled = graph.without_unread(graph.alive({"a": [5], "b": [7]}) & alive)
+    kept_units = graph.kept_units({"side": [3]})
+    kept_units[graph.groups["side"].offset + 3] = False  # what reads b there is closed
+    settled = graph.without_unread(graph.kept_units({"a": [5], "b": [7]}) & kept_units)
     for name in ("a", "b"):
         group = graph.groups[name]
         assert int(settled[group.offset : group.offset + group.size].sum()) == 1

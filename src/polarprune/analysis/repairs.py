@@ -108,7 +108,7 @@ def _distinct_widths(
     """
     found: dict[tuple[int, ...], OpAxis] = {}
     for location in graph.layout.locations(path, size):
-        widths = tuple(graph.width(path, location, alive) for alive in plans)
+        widths = tuple(graph.width(path, location, kept_units) for kept_units in plans)
         found.setdefault(widths, location)
     return [
         (location, {_first_difference(mine, other) for other in found if other != mine})

@@ -71,7 +71,7 @@ class TapeComparison:
     """The run of the original and of a cut model, and the units that the cut keeps."""
 
     graph: Graph
-    alive: Tensor
+    kept_units: Tensor
     before: Tape
     after: Tape
     skipped: Skipped
@@ -129,14 +129,16 @@ class TapeComparison:
             new == 1 < old
             for value in op.tensors()
             for old, new in zip(
-                value.shape, self.graph.shape(value, self.alive) or (), strict=False
+                value.shape, self.graph.shape(value, self.kept_units) or (), strict=False
             )
         )
 
     def _difference(self, old: Op, new: Op) -> str:
         """Return how an operation differs from the prediction; empty if it does not."""
         for a, b in zip(old.outs, new.outs, strict=False):
-            wanted = self.graph.shape(a, self.alive) if a in self.before.checked_values else None
+            wanted = (
+                self.graph.shape(a, self.kept_units) if a in self.before.checked_values else None
+            )
             if wanted is not None and wanted != b.shape:
                 return f"{old.name} returns shape {list(b.shape)}, expected {list(wanted)}"
         counts_channels = self.graph.values.get(old.outs[0]) if old.outs else None
@@ -153,10 +155,10 @@ class TapeComparison:
     def _expected(self, op: Op, name: str, before: object) -> object:
         """Return what an argument should be after the cut: most stay, some count channels."""
         if op.name == "constant_pad_nd" and name == "pad" and isinstance(before, (list, tuple)):
-            return padding(self.graph, self.alive, op.outs[0], list(before))
+            return padding(self.graph, self.kept_units, op.outs[0], list(before))
         if (op.name, name) not in _COUNTING or not isinstance(before, int):
             return before
-        kept = self.graph.kept(op.args[0], _axis_counted_on(op), self.alive)
+        kept = self.graph.kept(op.args[0], _axis_counted_on(op), self.kept_units)
         if kept is None:
             return before
         if op.name == "native_group_norm":

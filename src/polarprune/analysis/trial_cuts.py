@@ -62,9 +62,11 @@ class TrialCuts:
             compare_outputs: Compare outputs too, on a copy with random weights in float64.
             mode: Run only in eval mode (0) or train mode (1) if both do the same.
         """
-        alive = graph.without_unread(graph.alive(plan))
-        recipe = recipe_for(self.model, graph, alive)
-        found = self._compare_runs(graph, alive, recipe, mode if _modes_are_alike(graph) else None)
+        kept_units = graph.without_unread(graph.kept_units(plan))
+        recipe = recipe_for(self.model, graph, kept_units)
+        found = self._compare_runs(
+            graph, kept_units, recipe, mode if _modes_are_alike(graph) else None
+        )
         if self._is_meta() or (found is None and not compare_outputs):
             return found
         if found and not (found.ran and found.excusable):
@@ -76,7 +78,7 @@ class TrialCuts:
         return any(parameter.is_meta for parameter in self.model.parameters())
 
     def _compare_runs(
-        self, graph: Graph, alive: Tensor, recipe: Recipe, mode: int | None
+        self, graph: Graph, kept_units: Tensor, recipe: Recipe, mode: int | None
     ) -> Mismatch | None:
         """Run a copy with the shapes of the cut model in the traced modes; compare the tapes."""
         try:
@@ -88,7 +90,7 @@ class TrialCuts:
         for training, before in enumerate(graph.tapes):
             if mode in (None, training):
                 after, error = self._run(small, before, training=bool(training))
-                tapes = TapeComparison(graph, alive, before, after, skipped)
+                tapes = TapeComparison(graph, kept_units, before, after, skipped)
                 found = _mismatch_of(tapes, error)
                 if found is not None:
                     return found
@@ -113,7 +115,7 @@ class TrialCuts:
         """Compare outputs; if they differ, return `found`, which can name the operation."""
         wide = self._in_wide_precision(graph)
         masked = copy_model(wide.model, _untouched(wide.model, graph))
-        fold(masked, graph, graph.alive(plan).double())
+        fold(masked, graph, graph.kept_units(plan).double())
         try:
             small = cut_copy(masked, recipe)
             with StaysWide(wide.dtype):

@@ -198,7 +198,7 @@ class _Sizes:
         if isinstance(key[0], str) and key[0].startswith(_INPUT):
             return [value] * len(self._plans)
         location = _location(path, key)
-        return [self.graph.width(path, location, alive) for alive in self._plans]
+        return [self.graph.width(path, location, kept_units) for kept_units in self._plans]
 
 
 def _location(path: str, key: _Key) -> Location:

@@ -36,15 +36,15 @@ class WidthReader:
         self._modules = {leaf.module for leaf in leaves if isinstance(leaf, AttributeOf)}
         self._readers = [self._reader(model, plan) for plan in plans if decided or rounded]
 
-    def _reader(self, model: nn.Module, alive: Tensor) -> Read:
+    def _reader(self, model: nn.Module, kept_units: Tensor) -> Read:
         """Return a function that reads sizes and attributes as they are with these units."""
-        attributes = write_sizes(model, self.graph, alive, self._modules).attributes
+        attributes = write_sizes(model, self.graph, kept_units, self._modules).attributes
 
         def read(leaf: Leaf) -> int:
             if isinstance(leaf, AttributeOf):
                 found = attributes.get(leaf.module, {}).get(leaf.name, leaf.number)
                 return found if isinstance(found, int) else leaf.number
-            left = self.graph.shape(leaf.value, alive)
+            left = self.graph.shape(leaf.value, kept_units)
             return leaf.number if left is None else left[leaf.axis]
 
         return read

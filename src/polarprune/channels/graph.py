@@ -187,7 +187,7 @@ class Graph:
 
     # --- from plans to units ---
 
-    def alive(self, plan: Plan) -> Tensor:
+    def kept_units(self, plan: Plan) -> Tensor:
         """Return a boolean vector that is True for the units a plan keeps.
 
         Args:
@@ -197,28 +197,28 @@ class Graph:
             PruneError: The plan names a group or a channel that is not prunable.
         """
         groups = self.prunable
-        alive = torch.ones(self.units, dtype=torch.bool, device="cpu")
+        kept_units = torch.ones(self.units, dtype=torch.bool, device="cpu")
         sizes = {name: group.size for name, group in groups.items()}
         for name, kept in checked_plan(plan, sizes).items():
-            mine = alive[groups[name].units]
+            mine = kept_units[groups[name].units]
             mine[:] = False
             mine[torch.tensor(kept, dtype=torch.long, device="cpu")] = True
-        return alive
+        return kept_units
 
-    def without_unread(self, alive: Tensor) -> Tensor:
-        """Return `alive` without the units whose readers have no output channels left.
+    def without_unread(self, kept_units: Tensor) -> Tensor:
+        """Return `kept_units` without the units whose readers have no output channels left.
 
         Removing a layer's outputs makes its inputs useless, so this repeats until nothing changes.
         No group falls below its minimum, unless it was below it before.
         """
-        needed = torch.zeros_like(alive)
+        needed = torch.zeros_like(kept_units)
         for group in self.prunable.values():
             if group.minimum:
-                left = alive[group.units].nonzero().flatten()
+                left = kept_units[group.units].nonzero().flatten()
                 needed[group.offset + left[: group.minimum]] = True
-        while bool((unread := self.layout.unread(alive, needed)).any()):
-            alive = alive & ~unread
-        return alive
+        while bool((unread := self.layout.unread(kept_units, needed)).any()):
+            kept_units = kept_units & ~unread
+        return kept_units
 
     # --- the parts, by the names that other packages use ---
 
@@ -261,21 +261,21 @@ class Graph:
         """Return the operations that a module performs itself, without those of its children."""
         return self.layout.ops_in(path)
 
-    def width(self, path: str, location: Location, alive: Tensor) -> int:
-        """Return the size at a location in a module if only the units in `alive` are left."""
-        return self.layout.width(path, location, alive)
+    def width(self, path: str, location: Location, kept_units: Tensor) -> int:
+        """Return the size at a location in a module if only the units in `kept_units` are left."""
+        return self.layout.width(path, location, kept_units)
 
-    def kept(self, value: Value, axis: int, alive: Tensor) -> Tensor | None:
+    def kept(self, value: Value, axis: int, kept_units: Tensor) -> Tensor | None:
         """Return which indices along an axis stay, or None if no unit varies along it."""
-        return self.layout.kept(value, axis, alive)
+        return self.layout.kept(value, axis, kept_units)
 
-    def shape(self, value: Value, alive: Tensor) -> tuple[int, ...] | None:
+    def shape(self, value: Value, kept_units: Tensor) -> tuple[int, ...] | None:
         """Return the shape of a tensor that is left; None if it takes any shape."""
-        return self.layout.shape(value, alive)
+        return self.layout.shape(value, kept_units)
 
-    def emptied(self, alive: Tensor) -> set[tuple[str, int]]:
+    def emptied(self, kept_units: Tensor) -> set[tuple[str, int]]:
         """Return the axes (tensor name, axis) along which no index is left."""
-        return self.layout.emptied(alive)
+        return self.layout.emptied(kept_units)
 
     @property
     def rewritten(self) -> dict[str, CapturedForward]:
@@ -311,10 +311,10 @@ class Graph:
         return table(self)
 
 
-def plan_of(graph: Graph, alive: Tensor) -> Plan:
-    """Return the plan that keeps the units in `alive`."""
+def plan_of(graph: Graph, kept_units: Tensor) -> Plan:
+    """Return the plan that keeps the units in `kept_units`."""
     return {
-        name: alive[group.units].nonzero().flatten().tolist()
+        name: kept_units[group.units].nonzero().flatten().tolist()
         for name, group in graph.prunable.items()
     }
 

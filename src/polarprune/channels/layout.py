@@ -34,11 +34,11 @@ class _KeptCache:
         # Units and their results are replaced together: several threads may use one graph.
         self._last: tuple[Tensor | None, dict[tuple[int, ...], Tensor]] = (None, {})
 
-    def for_units(self, alive: Tensor) -> dict[tuple[int, ...], Tensor]:
-        """Return the results for `alive`, and drop those for other units."""
+    def for_units(self, kept_units: Tensor) -> dict[tuple[int, ...], Tensor]:
+        """Return the results for `kept_units`, and drop those for other units."""
         last = self._last
-        if last[0] is not alive:
-            last = self._last = (alive, {})
+        if last[0] is not kept_units:
+            last = self._last = (kept_units, {})
         return last[1]
 
 
@@ -84,19 +84,19 @@ class Layout:
         """Return the operations that a module performs itself, without those of its children."""
         return self._ops.get(path, [])
 
-    def width(self, path: str, location: Location, alive: Tensor) -> int:
-        """Return the size at a location in a module if only the units in `alive` are left."""
+    def width(self, path: str, location: Location, kept_units: Tensor) -> int:
+        """Return the size at a location in a module if only the units in `kept_units` are left."""
         if len(location) == 2:
             name, axis = location
             units = self.axes.get(name, {}).get(axis)
-            return self.shapes[name][axis] if units is None else int(stays(units, alive).sum())
+            return self.shapes[name][axis] if units is None else int(stays(units, kept_units).sum())
         number, tensor, axis = location
         ops = self.ops_in(path)
         seen = ops[number].tensors() if number < len(ops) else []
         if tensor >= len(seen) or axis >= len(seen[tensor].shape):
             return 0  # the location belongs to another tape; a trial cut rejects it
         value = seen[tensor]
-        kept = self.kept(value, axis, alive)
+        kept = self.kept(value, axis, kept_units)
         return value.shape[axis] if kept is None else int(kept.sum())
 
     def locations(self, path: str, size: int) -> list[OpAxis]:
@@ -122,24 +122,24 @@ class Layout:
 
     # --- what is left of a tensor ---
 
-    def kept(self, value: Value, axis: int, alive: Tensor) -> Tensor | None:
+    def kept(self, value: Value, axis: int, kept_units: Tensor) -> Tensor | None:
         """Return which indices along an axis stay, or None if no unit varies along it."""
         layers = [units for units in self.values.get(value, []) if axis in self._axes_of(units)]
-        answers = self._kept_cache.for_units(alive)
+        answers = self._kept_cache.for_units(kept_units)
         key = (axis, *map(id, layers))
         if layers and key not in answers:
             left = [
-                stays(units, alive).movedim(axis, 0).reshape(units.shape[axis], -1).any(1)
+                stays(units, kept_units).movedim(axis, 0).reshape(units.shape[axis], -1).any(1)
                 for units in layers
             ]
             answers[key] = torch.stack(left).all(0)
         return answers.get(key)
 
-    def shape(self, value: Value, alive: Tensor) -> tuple[int, ...] | None:
+    def shape(self, value: Value, kept_units: Tensor) -> tuple[int, ...] | None:
         """Return the shape that is left; None for fillings, which take any shape."""
         if value in self.fillings and not self.values.get(value):
             return None
-        kept = [self.kept(value, axis, alive) for axis in range(len(value.shape))]
+        kept = [self.kept(value, axis, kept_units) for axis in range(len(value.shape))]
         return tuple(
             size if left is None else int(left.sum())
             for size, left in zip(value.shape, kept, strict=True)
@@ -164,11 +164,11 @@ class Layout:
 
     # --- what a cut leaves empty or unread ---
 
-    def emptied(self, alive: Tensor) -> set[tuple[str, int]]:
+    def emptied(self, kept_units: Tensor) -> set[tuple[str, int]]:
         """Return the axes (tensor name, axis) along which no index is left."""
         named_axes, (numbers, units) = self._flat_axes
         left = torch.zeros(len(named_axes), dtype=torch.bool, device="cpu")
-        left[numbers[stays(units, alive)]] = True
+        left[numbers[stays(units, kept_units)]] = True
         return {named_axes[number] for number in (~left).nonzero().flatten().tolist()}
 
     @cached_property
@@ -176,17 +176,17 @@ class Layout:
         named_axes = [(name, axis) for name, axes in self.axes.items() for axis in axes]
         return named_axes, _flat([[self.axes[name][axis]] for name, axis in named_axes])
 
-    def unread(self, alive: Tensor, needed: Tensor) -> Tensor:
-        """Return the units in `alive` that only contractions without an output read.
+    def unread(self, kept_units: Tensor, needed: Tensor) -> Tensor:
+        """Return the units in `kept_units` that only contractions without an output read.
 
         Units in `needed` are never among them.
         """
         (makers, made), (readers, read), always_busy = self._contraction_units
         busy = always_busy.clone()
-        busy[makers[stays(made, alive)]] = True
+        busy[makers[stays(made, kept_units)]] = True
         useful = needed.clone()
         useful[read[busy[readers]]] = True
-        return alive & ~useful
+        return kept_units & ~useful
 
     @cached_property
     def _contraction_units(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], Tensor]:
@@ -235,10 +235,10 @@ def _flat(vectors: list[list[Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.tensor(numbers, device="cpu").repeat_interleave(sizes), torch.cat(flat)
 
 
-def stays(units: Tensor, alive: Tensor) -> Tensor:
-    """Return for every index whether its unit is in `alive`; frozen indices always stay."""
+def stays(units: Tensor, kept_units: Tensor) -> Tensor:
+    """Return for every index whether its unit is in `kept_units`; frozen indices always stay."""
     frozen = units == FROZEN
-    return alive[units] | frozen if len(alive) else frozen
+    return kept_units[units] | frozen if len(kept_units) else frozen
 
 
 def varies(units: Tensor, axis: int) -> bool:

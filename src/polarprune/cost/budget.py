@@ -233,8 +233,8 @@ class Budget:
         Returns:
             Their indices, their groups, and their ranks in their groups (0: least important).
         """
-        alive = (alpha != 0).nonzero().flatten()
-        order = alive[importance[alive].argsort(stable=True)]
+        kept_units = (alpha != 0).nonzero().flatten()
+        order = kept_units[importance[kept_units].argsort(stable=True)]
         order = order[self.owner[order].argsort(stable=True)]
         owner, first = self.owner[order], torch.cumsum(n, 0) - n
         return order, owner, torch.arange(len(order), device="cpu") - first[owner]

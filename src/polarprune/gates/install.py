@@ -138,20 +138,22 @@ def _alike(model: nn.Module, changed: Callable[[nn.Module], nn.Module], example:
 _CLOSE = 1e-4
 
 
-def insert_gates(model: nn.Module, graph: Graph, gates: dict[str, Gate], alive: Tensor) -> None:
+def insert_gates(
+    model: nn.Module, graph: Graph, gates: dict[str, Gate], kept_units: Tensor
+) -> None:
     """Install gates in a model from which channels may have been removed.
 
     Args:
         model: The model to change.
         graph: The graph of the original model.
         gates: The gate of each prunable group, with the channels that the model still has.
-        alive: For every unit of the graph, whether the model still has it.
+        kept_units: For every unit of the graph, whether the model still has it.
     """
     tensors = dict(named_tensors(model))
     home = next(iter(gates.values())).alpha.device
 
     def local(units: Tensor) -> tuple[list[Gate], Tensor]:
-        return _local(graph, gates, units[stays(units, alive)], alive)
+        return _local(graph, gates, units[stays(units, kept_units)], kept_units)
 
     weigh(model, graph, lambda units: GateVector(*local(units)).to(home))
     # Weights that a parametrization of the user computes are not in `tensors`.
@@ -217,7 +219,7 @@ def _owners(model: nn.Module, tensor: Tensor) -> list[_Owner]:
 
 
 def _local(
-    graph: Graph, gates: dict[str, Gate], units: Tensor, alive: Tensor
+    graph: Graph, gates: dict[str, Gate], units: Tensor, kept_units: Tensor
 ) -> tuple[list[Gate], Tensor]:
     """Return the gates that an axis needs, and the index of each unit in these gates.
 
@@ -225,13 +227,15 @@ def _local(
     """
     needed: list[Gate] = []
     local = torch.full_like(units, -1)
-    rank = torch.cumsum(alive, 0) - 1  # the index of a unit among those that the model still has
+    rank = (
+        torch.cumsum(kept_units, 0) - 1
+    )  # the index of a unit among those that the model still has
     start = 0
     for name, group in graph.prunable.items():
         mine = (units >= group.offset) & (units < group.offset + group.size)
         if bool(mine.any()):
-            before = int(alive[: group.offset].sum())
+            before = int(kept_units[: group.offset].sum())
             local[mine] = rank[units[mine]] - before + start
             needed.append(gates[name])
-            start += int(alive[group.offset : group.offset + group.size].sum())
+            start += int(kept_units[group.offset : group.offset + group.size].sum())
     return needed, local

@@ -250,7 +250,7 @@ def removed_with_groups(
         tensors.setdefault(module_of(name), []).append(name)
     outline, found, refused = graph.outline(), {}, dict[str, Refused]()
     for group in groups:
-        emptied = outline.emptied(outline.without_unread(outline.alive({group: []})))
+        emptied = outline.emptied(outline.without_unread(outline.kept_units({group: []})))
         constant_layers, gone = _constant_layers(graph, emptied), set[str]()
         for path in dict.fromkeys(owner_of(layer, modules) for layer in sorted(constant_layers)):
             edits = removable_branches(path, modules[path], graph, constant_layers)

@@ -67,7 +67,7 @@ def shrink(model: nn.Module, graph: Graph, plan: Plan) -> nn.Module:
         )
     """
     check_graph("shrink", model, graph, Graph)
-    check_minimum(graph, graph.alive(plan))
+    check_minimum(graph, graph.kept_units(plan))
     warn_of_hooks(model)
     model = without_computed_weights(model, graph.forward_weights)
     small = cut_copy(model, write_recipe(model, graph, plan))

@@ -66,8 +66,8 @@ class ConfigTrials:
             PruneError: If there is none; the message says what a config cannot express.
         """
         plan = {name: list(range(width)) for name, width in widths.items()}
-        alive = self.graph.without_unread(self.graph.alive(plan))
-        wanted, why = self._wanted(recipe_for(self.model, self.graph, alive)), ""
+        kept_units = self.graph.without_unread(self.graph.kept_units(plan))
+        wanted, why = self._wanted(recipe_for(self.model, self.graph, kept_units)), ""
         search = ConfigSearch(self.part, wanted, self.built)
         for config in search.configs():
             difference = self._difference(config, runs)

@@ -104,7 +104,7 @@ class Exporter:
         if compaction.count == 0 and changed(graph, small, compaction.present):
             here = example_for(self._example, _weight(small), _weight(self._run.model).dtype)
             plan, graph = plan_of(graph, kept), self._run.trace(small, here)
-            kept = graph.alive(plan)
+            kept = graph.kept_units(plan)
         check_minimum(graph, kept)
         present = compaction.present
         if len(present) != graph.units:

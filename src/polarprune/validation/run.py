@@ -45,10 +45,10 @@ def check_prunable(graph: Graph) -> None:
         )
 
 
-def check_minimum(graph: Graph, alive: Tensor) -> None:
+def check_minimum(graph: Graph, kept_units: Tensor) -> None:
     """Refuse a plan that keeps fewer channels than a group needs."""
     for name, group in graph.prunable.items():
-        left = int(alive[group.offset : group.offset + group.size].sum())
+        left = int(kept_units[group.offset : group.offset + group.size].sum())
         if left < group.minimum:
             raise PruneError(
                 f"{name}: the plan keeps {left} channels, but the group needs at least "

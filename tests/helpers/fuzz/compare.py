@@ -82,16 +82,16 @@ def masked(model: nn.Module, graph: Graph, plan: Plan) -> nn.Module | None:
     computes by itself.
     """
     model.eval()  # in train mode spectral norms take a step whenever a mask is put on
-    alive = torch.ones(graph.units + 1, dtype=torch.bool)
+    kept_units = torch.ones(graph.units + 1, dtype=torch.bool)
     for name, kept in plan.items():
         group = graph.groups[name]
-        alive[group.offset : group.offset + group.size] = False
-        alive[[group.offset + index for index in kept]] = True
+        kept_units[group.offset : group.offset + group.size] = False
+        kept_units[[group.offset + index for index in kept]] = True
     for name, axes in graph.sites.items():
         for axis, units in axes.items():
-            if not _silence(model, name, axis, alive[units]):
+            if not _silence(model, name, axis, kept_units[units]):
                 return None
-    settled = torch.cat([graph.without_unread(alive[:-1]), alive[-1:]])
+    settled = torch.cat([graph.without_unread(kept_units[:-1]), kept_units[-1:]])
     for path, units in graph.weights.items():
         norm = model.get_submodule(path)
         if not isinstance(norm, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)):

@@ -164,9 +164,9 @@ def test_what_closes_because_nothing_reads_it_closes_in_the_whole_family(uniform
     graph = survey(model, images, uniform=uniform)
     closed = 0
     for seed in range(60):
-        alive = uniform_plan(graph, seed)
-        settled = graph.without_unread(alive)
-        closed += int((alive & ~settled).any())
+        kept_units = uniform_plan(graph, seed)
+        settled = graph.without_unread(kept_units)
+        closed += int((kept_units & ~settled).any())
         for names in graph.families.values():
             assert len({int(settled[graph.groups[name].units].sum()) for name in names}) == 1
     assert closed or uniform != True  # noqa: E712  (one of the patterns is a tuple)
@@ -175,7 +175,7 @@ def test_what_closes_because_nothing_reads_it_closes_in_the_whole_family(uniform
 def uniform_plan(graph: Graph, seed: int) -> Tensor:
     """Return units at random; every second group or family closes as far as it may."""
     generator = torch.Generator().manual_seed(seed)
-    alive = torch.zeros(graph.units, dtype=torch.bool)
+    kept_units = torch.zeros(graph.units, dtype=torch.bool)
     family = {name: key for key, names in graph.families.items() for name in names}
     drawn: dict[str, int] = {}
     for name, group in graph.prunable.items():
@@ -183,8 +183,8 @@ def uniform_plan(graph: Graph, seed: int) -> Tensor:
         width = int(torch.randint(group.minimum, group.size + 1, (), generator=generator))
         width = drawn.setdefault(family.get(name, name), group.minimum if closes else width)
         order = torch.randperm(group.size, generator=generator)
-        alive[group.offset + order[:width]] = True
-    return alive
+        kept_units[group.offset + order[:width]] = True
+    return kept_units
 
 
 def test_a_table_shows_the_families() -> None:

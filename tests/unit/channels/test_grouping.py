@@ -140,9 +140,9 @@ def test_minimums_are_raised_in_a_copy_and_never_lowered() -> None:
 def test_a_plan_and_its_units_say_the_same(name: str) -> None:
     graph = traced(name)
     plan = {name: list(range(0, group.size, 3)) for name, group in graph.prunable.items()}
-    alive = graph.alive(plan)
-    assert plan_of(graph, alive) == plan
-    assert int(alive.sum()) == sum(map(len, plan.values()))
+    kept_units = graph.kept_units(plan)
+    assert plan_of(graph, kept_units) == plan
+    assert int(kept_units.sum()) == sum(map(len, plan.values()))
 
 
 def test_shapes_follow_the_plan_that_is_asked_about() -> None:
@@ -151,4 +151,4 @@ def test_shapes_follow_the_plan_that_is_asked_about() -> None:
     graph = pp.trace(model, torch.randn(3, 4))
     (relu,) = (op.outs[0] for op in graph.tapes[0].ops if op.name == "relu")
     for kept in ([0], [0, 1, 2], [1], []):
-        assert graph.shape(relu, graph.alive({"0": kept})) == (3, len(kept))
+        assert graph.shape(relu, graph.kept_units({"0": kept})) == (3, len(kept))

@@ -96,7 +96,7 @@ def test_a_threshold_takes_the_lowest_of_all_groups_and_nothing_more_fits():
     model, example = NETS["resnet20"]()
     graph = pp.trace(model, example)
     scores = random_scores(graph, 3)
-    kept = graph.alive(plan_by_threshold(graph, scores, macs=0.5))
+    kept = graph.kept_units(plan_by_threshold(graph, scores, macs=0.5))
     must = torch.zeros_like(kept)
     for group in graph.prunable.values():
         own = scores[group.offset : group.offset + group.size].argsort(descending=True)
@@ -118,7 +118,7 @@ def test_what_scores_nothing_goes_unless_it_must_stay():
     graph = pp.trace(model, example)
     scores = torch.ones(graph.units)
     scores[::3] = 0
-    kept = graph.alive(plan_by_threshold(graph, scores, macs=1.0))
+    kept = graph.kept_units(plan_by_threshold(graph, scores, macs=1.0))
     assert torch.equal(kept, scores > 0)
     plan = plan_by_threshold(graph, torch.zeros(graph.units), macs=1.0)
     assert {name: len(left) for name, left in plan.items()} == {

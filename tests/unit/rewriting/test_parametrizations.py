@@ -211,7 +211,7 @@ def test_gates_are_multiplied_into_what_was_computed() -> None:
     graph = pp.trace(model, X)
     plan = {name: [1, 2, 5] for name in graph.prunable}
     masked = copy.deepcopy(model)
-    fold(masked, graph, graph.alive(plan).double())
+    fold(masked, graph, graph.kept_units(plan).double())
     with torch.no_grad():
         one, two, three = (layer.weight.clone() for layer in model[::2])
         hidden = F.conv1d(X, one, model[0].bias, padding=1).relu()

@@ -61,7 +61,7 @@ def test_cut_stream_equals_masked_stream(name: str, post: bool) -> None:
     for seed in range(3):
         plan = plan_of(graph, seed)
         masked = copy.deepcopy(model)
-        fold(masked, graph, graph.alive(plan).double())
+        fold(masked, graph, graph.kept_units(plan).double())
         small = pp.shrink(masked, graph, plan)
         prove_equal(masked, small, x, 1e-12)
         wrong = pp.shrink(masked, graph, {**plan, "embed": plan["embed"][1:]})

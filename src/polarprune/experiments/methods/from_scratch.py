@@ -94,9 +94,9 @@ def keep_variances(model: nn.Module, graph: Graph, plan: Plan) -> None:
         graph: Its graph.
         plan: The channels that will be kept.
     """
-    alive = graph.alive(plan)
+    kept_units = graph.kept_units(plan)
     for name, parameter in model.named_parameters():
         for units in graph.sites.get(name, {}).values():
-            kept = int((units == FROZEN).sum() + alive[units[units != FROZEN]].sum())
+            kept = int((units == FROZEN).sum() + kept_units[units[units != FROZEN]].sum())
             if kept:
                 parameter.mul_(math.sqrt(len(units) / kept))
