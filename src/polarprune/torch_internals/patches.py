@@ -1,7 +1,8 @@
-"""Every change that polarprune makes to torch's global state.
+"""Every function or class of torch that polarprune replaces for a while.
 
-Each patch is a context manager that restores what it found, also after an exception. Patches are
-visible to all threads, so two rules hold:
+Settings of the process that have an official switch are in `process_settings.py`. Each patch is a
+context manager that restores what it found, also after an exception. Patches are visible to all
+threads, so two rules hold:
 
 - Patches share one re-entrant lock. A second thread that wants to patch waits until the first has
   restored everything, so threads cannot restore each other's patches.
