@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from ..errors import reason_given
 from ..rewriting.captured_forward import Refused
 from ..surgery.proof import eval_answer
 from ..torch_internals.class_swaps import derive_class
@@ -37,8 +38,7 @@ def attributes_read(
             derive_class(module, {"__getattribute__": _noting(type(module), path, names, read)})
         eval_answer(copy, example)
     except Exception as error:  # a class may not allow subclasses, or copies of its instances
-        line = (str(error).strip().splitlines() or [""])[0]
-        return Refused(f"{type(error).__name__}: {line}")
+        return Refused(reason_given(error))
     return read
 
 

@@ -227,9 +227,8 @@ def _local(
     """
     needed: list[Gate] = []
     local = torch.full_like(units, -1)
-    rank = (
-        torch.cumsum(kept_units, 0) - 1
-    )  # the index of a unit among those that the model still has
+    # The index of a unit among those that the model still has.
+    rank = torch.cumsum(kept_units, 0) - 1
     start = 0
     for name, group in graph.prunable.items():
         mine = (units >= group.offset) & (units < group.offset + group.size)

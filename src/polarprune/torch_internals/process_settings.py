@@ -1,9 +1,9 @@
 """Every setting of torch that holds for the process and that polarprune changes for a while.
 
-Unlike a patch, such a setting has an official switch and changes no result beyond rounding. Each
-function is a context manager that restores what it found. Random numbers are drawn inside of
-`tracing.model_state.restored`, which restores the generators; only the programs that own the
-process (`experiments` and `cli`) call `torch.manual_seed`.
+Unlike a patch, such a setting has an official switch. The context managers restore what they found.
+`seed_generators` restores nothing: its callers are inside of `tracing.model_state.restored`, which
+puts the generators back. Only the programs that own the process (`experiments` and `cli`) call
+`torch.manual_seed`.
 """
 
 from __future__ import annotations
